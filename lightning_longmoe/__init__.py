@@ -1,0 +1,1 @@
+"""Mixture-of-experts language models at long context in PyTorch Lightning."""

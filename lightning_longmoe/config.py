@@ -1,0 +1,160 @@
+"""The configuration dataclasses, and nothing else.
+
+All of them are frozen and keyword-only, hold plain values (so that YAML and the command line can express every one of
+them) and check what can be checked without a process group. What depends on the world size is checked in
+:mod:`lightning_longmoe.layout`; what depends on the model, in :mod:`lightning_longmoe.parallelize`.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar, Union
+
+T = TypeVar("T")
+
+Activation = Literal["silu", "gelu", "identity", "gpt_oss"]
+
+
+def _require_positive(config: object, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if isinstance(value, bool) or (not isinstance(value, int)) or value < 1:
+            raise ValueError(
+                f"{type(config).__name__}({name}={value!r}) is not allowed: {name} must be a whole number of at least 1."
+            )
+
+
+def _require_choice(config: object, name: str, choices: tuple[Any, ...]) -> None:
+    value = getattr(config, name)
+    if value not in choices:
+        raise ValueError(f"{type(config).__name__}({name}={value!r}) is not allowed. Choose one of {list(choices)}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """Sizes of the groups that share the ranks of one world; the groups overlap, their sizes are not multiplied."""
+
+    expert_parallel_size: Union[int, Literal["auto"]] = "auto"
+    """Ranks that hold one copy of all experts together. "auto": the largest common divisor of the expert count and the
+    ranks of a node; 1 for a model without experts."""
+    context_parallel_size: int = 1
+    """Ranks that share one batch, each holding a part of every sequence."""
+    vocabulary_parallel_size: Union[int, Literal["auto"]] = "auto"
+    """Ranks that hold one copy of the vocabulary projection together. "auto": the ranks of a node."""
+    replicate_size: int = 1
+    """Copies of the sharded model (HSDP). Parameters are sharded over world size / replicate_size ranks."""
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "context_parallel_size", "replicate_size")
+        for name in ("expert_parallel_size", "vocabulary_parallel_size"):
+            if getattr(self, name) != "auto":
+                _require_positive(self, name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FSDPConfig:
+    """How parameters are sharded with FSDP2."""
+
+    blocks: Union[list[str], None] = None
+    """Class names of the modules that become FSDP units. None: the model's own ``_no_split_modules``, else the elements
+    of its outermost ``nn.ModuleList``."""
+    reshard_after_forward: bool = True
+    """Free a block's gathered parameters after its forward. False keeps them until the backward: faster, larger."""
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Data type of the gradient reduction."""
+    sync_each_microbatch: bool = True
+    """Reduce gradients after every micro-batch. False reduces once in each accumulation window, which saves
+    communication and keeps *unsharded* gradients alive between the micro-batches."""
+    meta_device: bool = False
+    """Build what ``configure_model`` makes on the meta device, and give the weights their values shard by shard after
+    sharding: for models larger than a host. The weights are the same at every world size."""
+
+    def __post_init__(self) -> None:
+        _require_choice(self, "reduce_dtype", ("float32", "bfloat16"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecomputeConfig:
+    """Activation checkpointing of decoder blocks (non-reentrant)."""
+
+    enabled: bool = True
+    """Recompute each block in the backward instead of keeping its activations."""
+    blocks: Union[list[str], None] = None
+    """Class names of the modules that are recomputed. None: the blocks that become FSDP units."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchConfig:
+    """Which tensors of a batch run along the sequence, who shifts the labels, and how a window is normalised."""
+
+    sequence_keys: tuple[str, ...] = ("input_ids", "labels", "position_ids", "attention_mask", "document_ids")
+    """Keys of the batch whose tensors run along the sequence and are split over the context ranks."""
+    sequence_dim: int = 1
+    """The dimension of those tensors that is the sequence."""
+    labels_shifted: bool = False
+    """False: ``labels[i]`` is the token at position i and the strategy shifts by one, before any split, when the module
+    holds a `CausalLMHead`. True: ``labels[i]`` already is the token that follows position i."""
+    normalize: Literal["window", "microbatch"] = "window"
+    """"window": gradients are the mean over all valid labels of an accumulation window. "microbatch": the mean of the
+    micro-batches' means, as plain Lightning does."""
+
+    def __post_init__(self) -> None:
+        _require_choice(self, "normalize", ("window", "microbatch"))
+        object.__setattr__(self, "sequence_keys", tuple(self.sequence_keys))
+        if self.sequence_dim < 0:
+            raise ValueError(f"BatchConfig(sequence_dim={self.sequence_dim}) is not allowed: count from 0 upwards.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveConfig:
+    """How checkpoints are written."""
+
+    sharded: bool = True
+    """True: a folder, each rank writes its own shards. False: rank 0 gathers everything into one file."""
+    all_ranks_timeout_s: float = 25.0
+    """How long a save waits for every rank to take part before it fails with the ranks that are missing."""
+
+    def __post_init__(self) -> None:
+        if self.all_ranks_timeout_s <= 0:
+            raise ValueError(f"SaveConfig(all_ranks_timeout_s={self.all_ranks_timeout_s}) must be above 0 seconds.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertLayout:
+    """How the weights of a stack of experts are laid out, and what is computed between their two products."""
+
+    gated: bool = True
+    """Two halves, gate and up, of which the first goes through the activation and multiplies the second."""
+    transposed: bool = False
+    """False: ``gate_up_proj [E, 2F, H]``, ``down_proj [E, H, F]``. True: ``[E, H, 2F]`` and ``[E, F, H]``."""
+    interleaved: bool = False
+    """Gate and up alternate along 2F (gate 0, up 0, gate 1, ...) instead of lying one after the other."""
+    activation: Activation = "silu"
+    """"gpt_oss": gate·sigmoid(1.702·gate)·(up + 1), with both clamped."""
+    clamp: Union[float, None] = None
+    """Largest gate, and largest absolute up, before the activation; None: no clamp."""
+
+    def __post_init__(self) -> None:
+        _require_choice(self, "activation", ("silu", "gelu", "identity", "gpt_oss"))
+        if self.activation == "gpt_oss" and not self.gated:
+            raise ValueError("ExpertLayout(activation='gpt_oss', gated=False) is not allowed: gpt_oss is a gated form.")
+        if self.interleaved and not self.gated:
+            raise ValueError("ExpertLayout(interleaved=True, gated=False) is not allowed: nothing to interleave.")
+
+
+def as_config(value: Any, kind: type[T], name: str) -> T:
+    """Return ``value`` as a ``kind``: Python callers may pass a mapping where a config is meant.
+
+    Raises:
+        ValueError: ``value`` is neither a ``kind`` nor a mapping of its fields.
+    """
+    if isinstance(value, kind):
+        return value
+    fields = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    if isinstance(value, dict):
+        unknown = sorted(set(value) - set(fields))
+        if unknown:
+            raise ValueError(f"{name} has no field {unknown}. {kind.__name__} takes {fields}.")
+        return kind(**value)
+    raise ValueError(
+        f"{name}={value!r} is not allowed: give a {kind.__name__}(...) or a mapping of its fields {fields}."
+    )
