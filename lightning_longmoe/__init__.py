@@ -1,1 +1,36 @@
-"""Mixture-of-experts language models at long context in PyTorch Lightning."""
+"""Mixture-of-experts language models at long context in PyTorch Lightning, with every memory peak bounded.
+
+Importing the package registers the strategy by name: ``Trainer(strategy="longmoe")``.
+"""
+
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_longmoe.config import (
+    BatchConfig,
+    ExpertLayout,
+    FSDPConfig,
+    ParallelConfig,
+    RecomputeConfig,
+    SaveConfig,
+)
+from lightning_longmoe.data import LongTextDataModule
+from lightning_longmoe.models import CausalLMHead, CausalLMModule, MoELayer
+from lightning_longmoe.strategy import LongMoEStrategy
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BatchConfig",
+    "CausalLMHead",
+    "CausalLMModule",
+    "ExpertLayout",
+    "FSDPConfig",
+    "LongMoEStrategy",
+    "LongTextDataModule",
+    "MoELayer",
+    "ParallelConfig",
+    "RecomputeConfig",
+    "SaveConfig",
+]
+
+LongMoEStrategy.register_strategies(StrategyRegistry)

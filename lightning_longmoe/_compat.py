@@ -69,3 +69,19 @@ def plain_class(module: nn.Module) -> type[nn.Module]:
     """The class of a module before ``fully_shard`` swapped in a subclass of (FSDPModule, that class)."""
     kind = type(module)
     return kind.__mro__[2] if is_fsdp_module(module) else kind
+
+
+def default_store() -> dist.Store:
+    """The key-value store of the default process group."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def is_strided_shard(placement: Any) -> bool:
+    """Whether a DTensor placement is the one that FSDP2 gives to a dimension that another mesh already shards."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return isinstance(placement, _StridedShard)
+
+
+WRAPPER_NAMES = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+"""Modules that torch.compile, checkpoint wrappers and FSDP1 put around a module; they appear in parameter names."""

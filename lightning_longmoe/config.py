@@ -112,6 +112,8 @@ class SaveConfig:
     """True: a folder, each rank writes its own shards. False: rank 0 gathers everything into one file."""
     all_ranks_timeout_s: float = 25.0
     """How long a save waits for every rank to take part before it fails with the ranks that are missing."""
+    weights_only: bool = True
+    """Refuse checkpoints that hold other Python objects than plain values and tensors, where the Trainer is not told."""
 
     def __post_init__(self) -> None:
         if self.all_ranks_timeout_s <= 0:

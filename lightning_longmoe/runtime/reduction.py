@@ -8,6 +8,7 @@ large the current accumulation window is. Modules carry ``reduction = None`` unt
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,6 +40,9 @@ class TokenReduction:
         self.group = group
         self.world_size = world_size
         self.window: WindowScale | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TokenReduction:
+        return self  # a process group cannot be copied, and a copied model uses the same one
 
     def sum(self, tensor: Tensor) -> Tensor:
         """A copy of ``tensor`` (any shape and dtype, per rank) summed over the ranks; without autograd."""

@@ -67,9 +67,13 @@ def _using(tape: Tape, replaying: bool) -> Iterator[None]:
 
 
 def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """The pair that ``torch.utils.checkpoint.checkpoint(context_fn=...)`` wants: first forward, recomputation."""
-    tape = Tape()
-    return _Reusable(tape, False), _Reusable(tape, True)
+    """The pair that ``torch.utils.checkpoint.checkpoint(context_fn=...)`` wants: first forward, recomputation.
+
+    A checkpoint inside a checkpoint runs anew in the outer one's replay: it then gets its own tape back, and replays.
+    """
+    tape = remember("nested checkpoint", Tape)
+    inside_replay = bool(_active.stack) and _active.stack[-1][1]
+    return _Reusable(tape, inside_replay), _Reusable(tape, True)
 
 
 class _Reusable(AbstractContextManager[None]):

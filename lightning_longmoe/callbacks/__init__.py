@@ -1,0 +1,12 @@
+"""Callbacks that observe. The strategy needs none of them and adds none by itself.
+
+Every figure goes to whatever loggers the Trainer has, under keys that do not change: ``longmoe/...``. Suffixes name the
+unit: ``_s`` seconds, ``_gib`` 2^30 bytes, ``_per_s``. Words: *step* = one optimizer step, with all its micro-batches;
+*global* = summed over all ranks that read different tokens.
+"""
+
+from lightning_longmoe.callbacks.baseline import UnigramBaseline
+from lightning_longmoe.callbacks.memory import PeakMemoryMonitor
+from lightning_longmoe.callbacks.throughput import ThroughputMonitor
+
+__all__ = ["PeakMemoryMonitor", "ThroughputMonitor", "UnigramBaseline"]

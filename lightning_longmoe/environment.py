@@ -1,0 +1,64 @@
+"""Processes: which launcher starts them, and what must be true of them before anything is distributed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import torch
+import torch.distributed as dist
+
+from lightning_longmoe.launchers import NotebookLauncher
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies.launchers.launcher import _Launcher
+    from lightning.pytorch.strategies.parallel import ParallelStrategy
+
+LauncherName = Literal["script", "fork", "spawn"]
+
+
+def choose_launcher(strategy: ParallelStrategy, name: LauncherName, processes: int, nodes: int) -> _Launcher | None:
+    """The launcher for ``processes`` on each of ``nodes``.
+
+    One process needs none, so it also runs in a notebook. Environments that start the processes themselves (torchrun,
+    Slurm) need none either.
+    """
+    from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+
+    environment = strategy.cluster_environment
+    assert environment is not None
+    if environment.creates_processes_externally or processes * nodes == 1:
+        return None
+    if name == "script":
+        return _SubprocessScriptLauncher(environment, processes, nodes)
+    if nodes > 1:
+        raise ValueError(
+            f"LongMoEStrategy(launcher={name!r}) starts processes on one node only, and num_nodes={nodes}."
+            " Use launcher='script', torchrun or Slurm."
+        )
+    return NotebookLauncher(strategy, start_method=name)
+
+
+def refuse_unusable_environment(device: torch.device, world_size: int) -> None:
+    """Raise ValueError for an accelerator or a process group that the strategy cannot use.
+
+    Args:
+        device: this rank's device.
+        world_size: what the Trainer expects.
+    """
+    if device.type not in ("cuda", "cpu"):
+        raise ValueError(
+            f"LongMoEStrategy does not run on {device.type!r} devices. Use Trainer(accelerator='gpu') with NVIDIA or AMD"
+            " GPUs, or Trainer(accelerator='cpu') to try it with gloo."
+        )
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() != world_size:
+        raise ValueError(
+            f"A process group of {dist.get_world_size()} ranks is already initialized, but the Trainer expects"
+            f" {world_size} (num_nodes x devices). Make them equal, or let the Trainer initialize the group."
+        )
+    if device.type == "cuda" and dist.is_available() and dist.is_initialized():
+        backend = dist.get_backend()
+        if "nccl" not in str(backend):
+            raise ValueError(
+                f"The process group that is already initialized uses the backend {str(backend)!r}, which cannot reduce"
+                " tensors on GPUs: initialize it with 'nccl' or 'cuda:nccl,cpu:gloo'."
+            )

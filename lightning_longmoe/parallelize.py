@@ -1,0 +1,373 @@
+"""The one ordered list of what is done to a module, top to bottom: `parallelize`.
+
+Each step says in the returned `Takeover` what it took by module name and what it left plain, and why; rank 0 prints that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, Shard
+
+from lightning_longmoe import _compat
+from lightning_longmoe.config import FSDPConfig, ParallelConfig, RecomputeConfig
+from lightning_longmoe.dispatch.plain import PlainDispatch
+from lightning_longmoe.layout import Layout, plan_layout
+from lightning_longmoe.models.experts import Experts
+from lightning_longmoe.models.head import CausalLMHead
+from lightning_longmoe.models.moe import Router
+from lightning_longmoe.precision import LongMoEPrecision
+from lightning_longmoe.recompute import recompute_block
+from lightning_longmoe.runtime.meshes import Meshes
+from lightning_longmoe.runtime.reduction import TokenReduction
+
+STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+@dataclass
+class Takeover:
+    """What was done to a module: lines of (what, where, how) for the start-up table.
+
+    Attributes:
+        rows: operator, module names, and a remark or the reason why something stayed plain.
+        reduction: what every head and MoE layer got to sum over all ranks.
+    """
+
+    rows: list[tuple[str, str, str]] = field(default_factory=list)
+    reduction: TokenReduction = field(default_factory=TokenReduction)
+
+
+@dataclass
+class Parallelized:
+    """What a module carries once it was parallelised, so that a second run finds it.
+
+    Attributes:
+        meshes: the groups it is sharded over.
+        takeover: what was done to it.
+    """
+
+    meshes: Meshes
+    takeover: Takeover
+
+
+def parallelized(module: nn.Module) -> Parallelized | None:
+    """What an earlier `parallelize` left on ``module``; None when there was none."""
+    return getattr(module, "_longmoe_parallelized", None)
+
+
+def parallelize(
+    module: nn.Module, meshes: Meshes, fsdp: FSDPConfig, recompute: RecomputeConfig, precision: LongMoEPrecision
+) -> Takeover:
+    """Shard ``module`` (a LightningModule) in place.
+
+    Args:
+        module: on the CPU, on the meta device, or with parts that ``configure_model`` already sharded.
+        meshes: the groups.
+        fsdp: units and policy.
+        recompute: activation checkpointing.
+        precision: gives the mixed-precision policy.
+
+    Raises:
+        ValueError: a setting does not fit the module, or a parameter ends up outside every group.
+    """
+    takeover = Takeover(reduction=TokenReduction(meshes.world_group, meshes.layout.world_size))
+    refuse_foreign_wrappers(module)
+    blocks = find_blocks(module, fsdp.blocks)
+    _shard_experts(module, meshes, takeover)
+    _recompute_blocks(module, blocks, recompute, takeover)
+    _fully_shard_all(module, blocks, meshes, fsdp, precision, takeover)
+    _connect_reduction(module, takeover)
+    module._longmoe_parallelized = Parallelized(meshes, takeover)  # type: ignore[assignment]
+    return takeover
+
+
+def refuse_foreign_wrappers(module: nn.Module) -> None:
+    """Raise ValueError for a module that another system already distributes."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.nn.parallel import DistributedDataParallel
+
+    for name, child in module.named_modules():
+        if isinstance(child, (FullyShardedDataParallel, DistributedDataParallel, nn.DataParallel)):
+            raise ValueError(
+                f"{name or 'the module'!r} is already wrapped in {type(child).__name__}. LongMoEStrategy shards plain"
+                " modules itself, and respects `torch.distributed.fsdp.fully_shard` in `configure_model`:"
+                f" remove the {type(child).__name__} wrapper."
+            )
+        for parameter_name, parameter in child.named_parameters(recurse=False):
+            if parameter.ndim == 0:
+                raise ValueError(
+                    f"Parameter '{name}.{parameter_name}' is a scalar, which FSDP2 cannot shard:"
+                    " give it the shape [1]."
+                )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Finding blocks and experts
+# ---------------------------------------------------------------------------------------------------------------------
+def find_blocks(module: nn.Module, names: Iterable[str] | None) -> dict[str, nn.Module]:
+    """The decoder blocks by qualified name.
+
+    Args:
+        module: where to look.
+        names: class names; None takes every submodule's ``_no_split_modules``, else the elements of the outermost
+            ``nn.ModuleList``.
+
+    Raises:
+        ValueError: a class name of ``names`` is not in the module.
+    """
+    wanted = set(names) if names is not None else _declared_blocks(module)
+    if wanted:
+        found = {name: child for name, child in module.named_modules() if _compat.plain_class(child).__name__ in wanted}
+        missing = wanted - {_compat.plain_class(child).__name__ for child in found.values()}
+        if names is not None and missing:
+            present = sorted({_compat.plain_class(child).__name__ for child in module.modules() if child is not module})
+            raise ValueError(f"No module of class {sorted(missing)} found. Classes of this module: {present}.")
+        return _outermost(found)
+    lists = _outermost({name: child for name, child in module.named_modules() if isinstance(child, nn.ModuleList)})
+    return {
+        f"{name}.{index}": element
+        for name, children in lists.items()
+        for index, element in children.named_children()
+        if any(True for _ in element.parameters()) and not isinstance(element, (nn.ModuleList, nn.ModuleDict))
+    }
+
+
+def _declared_blocks(module: nn.Module) -> set[str]:
+    return {name for child in module.modules() for name in (getattr(child, "_no_split_modules", None) or ())}
+
+
+def _outermost(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    return {name: m for name, m in modules.items() if not any(name.startswith(f"{other}.") for other in modules)}
+
+
+def expert_counts(module: nn.Module) -> list[int]:
+    """The number of experts of each expert stack that we sharded or can still shard."""
+    free = {id(child) for _, child in _free_experts(module)}
+    stacks = [child for child in module.modules() if isinstance(child, Experts)]
+    return [child.num_experts for child in stacks if id(child) in free or child.dispatch is not None]
+
+
+def _free_experts(module: nn.Module) -> list[tuple[str, Experts]]:
+    """Expert stacks whose parameters nobody has sharded yet."""
+    return [
+        (name, child)
+        for name, child in module.named_modules()
+        if isinstance(child, Experts) and not any(isinstance(p, DTensor) for p in child.parameters())
+    ]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The steps
+# ---------------------------------------------------------------------------------------------------------------------
+def _shard_experts(module: nn.Module, meshes: Meshes, takeover: Takeover) -> None:
+    """Leave each rank its home experts, as ``Shard(0)`` DTensors on the expert mesh, and connect the dispatch."""
+    size = meshes.layout.expert_size
+    stacks = _free_experts(module)
+    held = [name for name, child in module.named_modules() if isinstance(child, Experts)]
+    if size == 1 or meshes.expert is None:
+        if held:
+            takeover.rows.append(("experts", _join(held), "every rank computes its own tokens (expert parallel size 1)"))
+        return
+    group, rank = meshes.expert.get_group(), meshes.expert.get_local_rank()
+    dispatch = PlainDispatch(group)
+    for _, experts in stacks:
+        for name, parameter in list(experts.named_parameters(recurse=False)):
+            local = parameter.detach().chunk(size)[rank].clone()
+            home = DTensor.from_local(local, meshes.expert, [Shard(0)], run_check=False)
+            setattr(experts, name, nn.Parameter(home, requires_grad=parameter.requires_grad))
+        experts.dispatch = dispatch
+        experts.gradient_scale = 1.0 / size
+    takeover.rows.append(("dispatch", _join([name for name, _ in stacks]), f"all-to-all over {size} ranks, unchunked"))
+    if len(stacks) < len(held):
+        plain = sorted(set(held) - {name for name, _ in stacks})
+        takeover.rows.append(("experts", _join(plain), "plain: `configure_model` sharded them already"))
+
+
+def _recompute_blocks(
+    module: nn.Module, blocks: dict[str, nn.Module], config: RecomputeConfig, takeover: Takeover
+) -> None:
+    if not config.enabled:
+        takeover.rows.append(("recompute", "-", "off (RecomputeConfig.enabled=False)"))
+        return
+    chosen = blocks if config.blocks is None else find_blocks(module, config.blocks)
+    for block in chosen.values():
+        recompute_block(block)
+    why = "non-reentrant, one boundary each" if chosen else "no blocks found: set RecomputeConfig.blocks"
+    takeover.rows.append(("recompute", _join(list(chosen)), why))
+
+
+def _fully_shard_all(
+    module: nn.Module,
+    blocks: dict[str, nn.Module],
+    meshes: Meshes,
+    fsdp: FSDPConfig,
+    precision: LongMoEPrecision,
+    takeover: Takeover,
+) -> None:
+    """Apply ``fully_shard`` inside out: experts, routers, blocks, embeddings and heads, then the whole module."""
+    outside = set(parameters_outside(module, meshes))
+    taken = outside | _sharded_by_user(module)
+    reduce_dtype = getattr(torch, fsdp.reduce_dtype)
+
+    def shard(child: nn.Module, *, experts: bool = False, keep_dtype: bool = False) -> None:
+        parameters = [p for p in child.parameters() if p not in taken]
+        if isinstance(child, FSDPModule) or not parameters:
+            return
+        mesh = meshes.expert_shard if experts and meshes.expert_shard is not None else meshes.shard
+        policy = precision.policy(reduce_dtype, parameters[0].dtype, keep_dtype=keep_dtype, cast=not experts)
+        fully_shard(
+            child,
+            mesh=mesh,
+            reshard_after_forward=fsdp.reshard_after_forward,
+            mp_policy=policy,
+            shard_placement_fn=_expert_placement(mesh.size(mesh.ndim - 1)) if experts else None,
+            ignored_params=outside or None,
+        )
+
+    for child in module.modules():
+        if isinstance(child, Experts):
+            shard(child, experts=True)
+        elif isinstance(child, Router) and precision.precision == "bf16-mixed":
+            shard(child, keep_dtype=True)  # a unit of its own, or its weight would be gathered in bfloat16
+    for block in blocks.values():
+        shard(block)
+    for child in module.modules():
+        if isinstance(child, CausalLMHead):
+            if child.tied_to is None:  # a tied head shares the embedding's parameter: both stay in the root's group
+                shard(child)
+        elif isinstance(child, nn.Embedding) and not _is_tied(module, child):
+            shard(child)
+    shard(module)
+    _enter_steps_through_root(module)
+    sharded = [n for n, m in module.named_modules() if isinstance(m, FSDPModule)]
+    takeover.rows.append(("fsdp", _join([name or "root" for name in sharded]), f"over {meshes.shard.size()} ranks"))
+
+
+def _sharded_by_user(module: nn.Module) -> set[nn.Parameter]:
+    """Parameters that are DTensors, and not because they are experts of ours."""
+    ours = {p for m in module.modules() if isinstance(m, Experts) and m.dispatch is not None for p in m.parameters()}
+    return {p for p in module.parameters() if isinstance(p, DTensor)} - ours
+
+
+def _is_tied(module: nn.Module, embedding: nn.Embedding) -> bool:
+    owners = [m for m in module.modules() if any(p is embedding.weight for p in m._parameters.values())]
+    return len(owners) > 1
+
+
+def _expert_placement(shards: int):  # noqa: ANN202 - torch's own callable type is private
+    """FSDP2 splits experts along the first dimension that divides evenly: experts, then hidden, then the FFN."""
+
+    def placement(parameter: nn.Parameter) -> Shard:
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        for dim in (0, *range(local.ndim - 1, 0, -1)):
+            if local.shape[dim] % shards == 0:
+                return Shard(dim)
+        return Shard(0)
+
+    return placement
+
+
+def _enter_steps_through_root(module: nn.Module) -> None:
+    """Lightning calls ``training_step`` and not ``forward``: let the root's hooks run around each step."""
+    from lightning.pytorch.utilities.model_helpers import is_overridden
+
+    if not isinstance(module, FSDPModule):
+        return
+    for method in STEP_METHODS:
+        if is_overridden(method, module):  # type: ignore[arg-type]
+            register_fsdp_forward_method(module, method)
+
+
+def _connect_reduction(module: nn.Module, takeover: Takeover) -> None:
+    heads = [name for name, child in module.named_modules() if isinstance(child, CausalLMHead)]
+    for child in module.modules():
+        if isinstance(child, (CausalLMHead, Router)):
+            child.reduction = takeover.reduction
+    if heads:
+        takeover.rows.append(("loss", _join(heads), "mean over the valid targets of all ranks; token-chunked"))
+    else:
+        takeover.rows.append(("loss", "-", "the module's own: no CausalLMHead found, a mean of each rank's value"))
+
+
+def check_every_parameter_is_sharded(module: nn.Module) -> None:
+    """Raise ValueError that names parameters which no group owns: they would diverge between ranks silently."""
+    plain = [name for name, parameter in module.named_parameters() if not isinstance(parameter, DTensor)]
+    if plain:
+        raise ValueError(
+            f"{len(plain)} parameters are outside every group and would diverge between ranks: {plain[:10]}."
+            " Register them before `Trainer.fit` (in `__init__` or `configure_model`), or shard them with"
+            " `fully_shard(..., mesh=self.device_mesh['data_parallel'])` in `configure_model`."
+        )
+
+
+def parameters_outside(module: nn.Module, meshes: Meshes) -> list[nn.Parameter]:
+    """Parameters that stay out of ``fully_shard``: experts whose expert group is the whole shard group."""
+    if meshes.expert is None or meshes.expert_shard is not None:
+        return []
+    ours = [child for child in module.modules() if isinstance(child, Experts) and child.dispatch is not None]
+    return [parameter for child in ours for parameter in child.parameters()]
+
+
+def reshard(module: nn.Module) -> None:
+    """Free gathered parameters: after an evaluation the root still holds them, and an optimizer would pick those up."""
+    for child in module.modules():
+        if isinstance(child, FSDPModule):
+            child.reshard()
+
+
+def average_over_replicas(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None) -> None:
+    """Average the gradients of parameters outside ``fully_shard`` over the replicas.
+
+    Repeating it is harmless: what is already equal on all replicas stays as it is.
+    """
+    if group is None:
+        return
+    size = dist.get_world_size(group)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            local = _compat.local_tensor(parameter.grad)
+            dist.all_reduce(local, group=group)
+            local.div_(size)
+
+
+def _join(names: list[str]) -> str:
+    """Module names for a table: three of them, and how many more."""
+    shown = ", ".join(names[:3])
+    return shown + (f", ... ({len(names)} in all)" if len(names) > 3 else "")
+
+
+def layout_for(module: nn.Module, parallel: ParallelConfig, world_size: int, ranks_per_node: int) -> Layout:
+    """The layout that ``parallel`` asks for, given the experts of ``module``.
+
+    Raises:
+        ValueError: a size does not fit, or experts are to be spread and the module has none.
+    """
+    counts = expert_counts(module)
+    size = parallel.expert_parallel_size
+    if size != "auto" and size > 1 and not counts:
+        held = any(isinstance(child, Experts) for child in module.modules())
+        why = "`configure_model` has sharded all of them already" if held else "no MoELayer or Experts module was found"
+        raise ValueError(
+            f"ParallelConfig(expert_parallel_size={size}) cannot apply to this module: {why}."
+            " Use 1 or 'auto', or leave the experts to the strategy."
+        )
+    _refuse_unbuilt(parallel)
+    parallel = dataclasses.replace(parallel, vocabulary_parallel_size=1)
+    return plan_layout(parallel, world_size=world_size, ranks_per_node=ranks_per_node, expert_counts=counts)
+
+
+def _refuse_unbuilt(parallel: ParallelConfig) -> None:
+    """Sizes of the contract whose operator this version does not have must not be accepted and ignored."""
+    for name, idle in (("context_parallel_size", (1,)), ("vocabulary_parallel_size", (1, "auto"))):
+        size = getattr(parallel, name)
+        if size not in idle:
+            raise ValueError(
+                f"ParallelConfig({name}={size}) is not available in this version, which splits neither sequences nor the"
+                f" vocabulary. Use {name}={idle[-1]!r}."
+            )

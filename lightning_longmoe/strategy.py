@@ -1,0 +1,490 @@
+"""`LongMoEStrategy`: the life of a training step, each override a few lines that call the rooms of this package.
+
+Read top to bottom: processes and meshes, precision, the model, data, steps, loops, checkpoints, the end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_longmoe import _compat, saving
+from lightning_longmoe.batches import Batches, HostGroup
+from lightning_longmoe.config import (
+    BatchConfig,
+    FSDPConfig,
+    ParallelConfig,
+    RecomputeConfig,
+    SaveConfig,
+    as_config,
+)
+from lightning_longmoe.environment import choose_launcher, refuse_unusable_environment
+from lightning_longmoe.layout import Layout
+from lightning_longmoe.loops import evaluate_without_inference_mode, reduce_tensor
+from lightning_longmoe.materialize import agree_on_initial_values, agreed_seed, materialize, move_to_device
+from lightning_longmoe.models.auxiliary import discard_aux_losses, refuse_waiting_aux_losses
+from lightning_longmoe.models.head import CausalLMHead
+from lightning_longmoe.models.moe import update_router_biases
+from lightning_longmoe.optimizer.remap import EarlyParameters, remap_optimizers
+from lightning_longmoe.parallelize import (
+    Takeover,
+    average_over_replicas,
+    check_every_parameter_is_sharded,
+    layout_for,
+    parallelize,
+    parallelized,
+    parameters_outside,
+    reshard,
+)
+from lightning_longmoe.precision import LongMoEPrecision
+from lightning_longmoe.report import log_config, print_start_up_table
+from lightning_longmoe.runtime.meshes import Meshes, meshes_for, user_mesh
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+
+class LongMoEStrategy(ModelParallelStrategy):
+    """Trains mixture-of-experts language models at long context with every memory peak bounded.
+
+    Parallelises the LightningModule for the user: FSDP2 over all ranks, experts over expert-parallel groups, activation
+    checkpointing of decoder blocks. Loss and gradients are those of one process on the joined batch.
+
+    Args:
+        parallel: sizes of the expert, context and vocabulary groups and of the replicas.
+        fsdp: units and policy of FSDP2.
+        recompute: activation checkpointing.
+        batch: which tensors run along the sequence, who shifts the labels, how an accumulation window is normalised.
+        dispatch: how tokens travel to their experts. "auto" and None: plain, unchunked all-to-all.
+        saving: how checkpoints are written.
+        launcher: "script" runs the script once for each device; "fork" and "spawn" start processes from a notebook.
+        process_group_backend: None takes "nccl" for GPUs and "gloo" for the CPU.
+        timeout_s: seconds after which a collective that a rank never joins fails.
+
+    Raises:
+        ValueError: a setting is not allowed by itself. What depends on the world or the model is checked at start-up.
+    """
+
+    strategy_name = "longmoe"
+
+    def __init__(
+        self,
+        parallel: ParallelConfig = ParallelConfig(),
+        fsdp: FSDPConfig = FSDPConfig(),
+        recompute: RecomputeConfig = RecomputeConfig(),
+        batch: BatchConfig = BatchConfig(),
+        dispatch: Literal["auto"] | None = "auto",
+        saving: SaveConfig = SaveConfig(),
+        launcher: Literal["script", "fork", "spawn"] = "script",
+        process_group_backend: str | None = None,
+        timeout_s: float = 1800,
+    ) -> None:
+        if timeout_s <= 0:
+            raise ValueError(f"LongMoEStrategy(timeout_s={timeout_s}) must be above 0 seconds.")
+        if dispatch not in ("auto", None):
+            raise ValueError(f"LongMoEStrategy(dispatch={dispatch!r}) is not allowed. Choose 'auto' or None.")
+        if launcher not in ("script", "fork", "spawn"):
+            raise ValueError(f"LongMoEStrategy(launcher={launcher!r}): choose 'script', 'fork' or 'spawn'.")
+        self.parallel = as_config(parallel, ParallelConfig, "parallel")
+        self.fsdp = as_config(fsdp, FSDPConfig, "fsdp")
+        self.recompute = as_config(recompute, RecomputeConfig, "recompute")
+        self.batch = as_config(batch, BatchConfig, "batch")
+        self.saving = as_config(saving, SaveConfig, "saving")
+        self.dispatch = dispatch
+        super().__init__(
+            save_distributed_checkpoint=self.saving.sharded,
+            process_group_backend=process_group_backend,
+            timeout=timedelta(seconds=timeout_s),
+        )
+        self._launcher_name = launcher
+        self._meshes: Meshes | None = None
+        self._early = EarlyParameters()
+        self._batches: Batches | None = None
+        self._accumulating = False
+
+    def config(self) -> dict[str, Any]:
+        """The settings as plain values, for loggers and checkpoints."""
+        groups = {
+            name: dataclasses.asdict(getattr(self, name))
+            for name in ("parallel", "fsdp", "recompute", "batch", "saving")
+        }
+        return {**groups, "dispatch": self.dispatch}
+
+    def __repr__(self) -> str:
+        """Also what Lightning shows when a Trainer of the other package, pytorch_lightning, refuses this object."""
+        return f"<{type(self).__module__}.{type(self).__name__} for lightning.pytorch.Trainer, not pytorch_lightning's>"
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Processes and meshes
+    # -----------------------------------------------------------------------------------------------------------------
+    @property
+    def meshes(self) -> Meshes:
+        """Meshes and groups of this run."""
+        if self._meshes is None:
+            raise RuntimeError(
+                "LongMoEStrategy.meshes exists only while the Trainer runs: read it in `configure_model` or later,"
+                " not in `__init__`."
+            )
+        return self._meshes
+
+    @property
+    def layout(self) -> Layout:
+        """Who is in which group."""
+        return self.meshes.layout
+
+    @property
+    def data_rank(self) -> int:
+        """Which part of the data this rank reads; ranks that share sequences have the same."""
+        return self.layout.coordinates(self.global_rank).data
+
+    @property
+    def data_size(self) -> int:
+        """In how many parts the data is dealt."""
+        return self.layout.data_size
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.data_size, "rank": self.data_rank}
+
+    @override
+    def _configure_launcher(self) -> None:
+        self._launcher = choose_launcher(self, self._launcher_name, self.num_processes, self.num_nodes)
+
+    @override
+    def setup_environment(self) -> None:
+        refuse_unusable_environment(self.root_device, self.world_size)
+        ParallelStrategy.setup_environment(self)
+        self._setup_distributed()
+        assert self.lightning_module is not None
+        # The module's experts decide the automatic expert size, and `configure_model` may still have to make them: here
+        # only the mesh that users see is needed, and it does not depend on them.
+        self._device_mesh = user_mesh(self.world_size, self.root_device.type, self._timeout)
+        self.lightning_module._device_mesh = self._device_mesh
+
+    @property
+    def takeover(self) -> Takeover:
+        """What was done to the module."""
+        done = parallelized(self.lightning_module) if self.lightning_module is not None else None
+        if done is None:
+            raise RuntimeError("LongMoEStrategy.takeover exists only after the Trainer has set the module up.")
+        return done.takeover
+
+    def _choose_meshes(self, module: pl.LightningModule) -> Meshes:
+        """Meshes for this module; those it was parallelised with when it comes back in a second run."""
+        layout = layout_for(module, self.parallel, self.world_size, self.num_processes)
+        kept = parallelized(module)
+        if kept is not None and kept.meshes.layout != layout:
+            raise ValueError(
+                f"This module is already sharded as {kept.meshes.layout} and cannot be sharded again as {layout}."
+                " Save a checkpoint and load it into a fresh module, or keep the sizes."
+            )
+        return kept.meshes if kept is not None else meshes_for(layout, self.root_device.type, self._timeout)
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Precision
+    # -----------------------------------------------------------------------------------------------------------------
+    @property
+    @override
+    def precision_plugin(self) -> LongMoEPrecision:
+        return self._precision_plugin or LongMoEPrecision("32-true")  # type: ignore[return-value]
+
+    @precision_plugin.setter
+    @override
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        """Whatever the Trainer was asked for becomes an FSDP2 policy; autocast would cast routers and losses."""
+        if precision_plugin is not None and not isinstance(precision_plugin, LongMoEPrecision):
+            precision_plugin = LongMoEPrecision(precision_plugin.precision)
+        self._precision_plugin = precision_plugin
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # The model and its optimizers
+    # -----------------------------------------------------------------------------------------------------------------
+    @contextmanager
+    @override
+    def model_sharded_context(self) -> Generator[None, None, None]:
+        if not self.fsdp.meta_device:
+            yield
+            return
+        with torch.device("meta"):
+            yield
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        assert self.accelerator is not None
+        assert self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        evaluate_without_inference_mode(trainer)
+        module = self.lightning_module
+        self._meshes = self._choose_meshes(module)
+        self._device_mesh = module._device_mesh = self._meshes.user
+        self._early.remember(module)
+        if parallelized(module) is None:
+            self._parallelize(module)
+        reshard(module)
+        self._batches = self._batches_for(trainer, module)
+        self.barrier("parallelized")
+        if trainer.state.fn == TrainerFn.FITTING:
+            log_config(trainer, self.config())
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def _parallelize(self, module: pl.LightningModule) -> None:
+        self.precision_plugin.convert_module(module)
+        agree_on_initial_values(module, self.meshes.control)
+        takeover = parallelize(module, self.meshes, self.fsdp, self.recompute, self.precision_plugin)
+        materialize(module, self.root_device, agreed_seed(self.meshes.control))
+        move_to_device(module, self.root_device)
+        check_every_parameter_is_sharded(module)
+        self._early.release_data()
+        _compat.lazily_initialize_root(module)
+        if self.is_global_zero:
+            print_start_up_table(self.layout, takeover, module)
+
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        super().setup_optimizers(trainer)
+        assert self.lightning_module is not None
+        replaced = remap_optimizers(self.lightning_module, self.optimizers, self._early)
+        if replaced:
+            rank_zero_info(f"{replaced} parameters of an optimizer built before sharding were replaced by live ones.")
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Data
+    # -----------------------------------------------------------------------------------------------------------------
+    def _batches_for(self, trainer: pl.Trainer, module: pl.LightningModule) -> Batches:
+        heads = [child for child in module.modules() if isinstance(child, CausalLMHead)]
+        batches = Batches(
+            self.batch,
+            trainer,
+            head=bool(heads),
+            ignore_index=heads[0].options.ignore_index if heads else -100,
+            data_rank=self.data_rank,
+            data_size=self.data_size,
+            ranks=HostGroup(self.meshes.control),
+        )
+        for head in heads:
+            head.check_targets = batches.check_targets
+        return batches
+
+    @property
+    def batches(self) -> Batches:
+        """Loaders and batches of this run."""
+        assert self._batches is not None, "exists after setup"
+        return self._batches
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        return self.batches.wrap(dataloader)
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        return self.batches.prepare(super().batch_to_device(batch, device, dataloader_idx), dataloader_idx)
+
+    @override
+    def on_train_start(self) -> None:
+        self.batches.on_train_start()
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.takeover.reduction.window = self.batches.next_window(batch_idx)
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # A step: forward and backward of each micro-batch, then the update
+    # -----------------------------------------------------------------------------------------------------------------
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Around each micro-batch that does not step: gradients are reduced all the same unless told otherwise."""
+        if self.fsdp.sync_each_microbatch:
+            yield
+            return
+        self._set_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self._set_gradient_sync(True)
+
+    def _set_gradient_sync(self, enabled: bool) -> None:
+        self._accumulating = not enabled
+        for child in self.lightning_module.modules():  # type: ignore[union-attr]
+            if isinstance(child, FSDPModule):
+                child.set_requires_gradient_sync(enabled, recurse=False)
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        assert self.lightning_module is not None
+        if not self._accumulating:
+            outside = parameters_outside(self.lightning_module, self.meshes)
+            average_over_replicas(outside, self.meshes.replicate_group)
+        if self.lightning_module.automatic_optimization:
+            refuse_waiting_aux_losses()
+        else:
+            self._gather_root()  # the rest of a manual training_step may run the module again
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        assert self.lightning_module is not None
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        update_router_biases(self.lightning_module)
+        if not self.lightning_module.automatic_optimization:
+            self._gather_root()
+        return output
+
+    def _gather_root(self) -> None:
+        """In manual optimization the root's forward still runs: give it its parameters, as they now are."""
+        root = self.lightning_module
+        if isinstance(root, FSDPModule):
+            root.reshard()
+            root.unshard()
+
+    @property
+    def last_grad_norm(self) -> Tensor | None:
+        """The global gradient norm before the last clipping by norm; None before the first."""
+        return self.precision_plugin.last_grad_norm
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Loops
+    # -----------------------------------------------------------------------------------------------------------------
+    @override
+    def on_validation_start(self) -> None:
+        self.batches.on_evaluation_start()
+
+    @override
+    def on_test_start(self) -> None:
+        self.batches.on_evaluation_start()
+
+    @override
+    def on_predict_start(self) -> None:
+        self.batches.on_evaluation_start()
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.batches.on_evaluation_step()
+        return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.batches.on_evaluation_step()
+        return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self.batches.prediction(super().predict_step(*args, **kwargs), args[0] if args else kwargs["batch"])
+
+    @override
+    def on_validation_end(self) -> None:
+        reshard(self.lightning_module)  # type: ignore[arg-type]
+
+    @override
+    def on_test_end(self) -> None:
+        reshard(self.lightning_module)  # type: ignore[arg-type]
+
+    @override
+    def on_predict_end(self) -> None:
+        self.batches.on_predict_end()
+        reshard(self.lightning_module)  # type: ignore[arg-type]
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if not dist.is_initialized():
+            return
+        if self.root_device.type == "cuda":
+            dist.barrier(device_ids=[self.root_device.index])
+        else:
+            dist.barrier()
+
+    @override
+    def reduce(
+        self, tensor: Tensor | Any, group: Any | None = None, reduce_op: dist.ReduceOp | str | None = "mean"
+    ) -> Tensor | Any:
+        """Sum, then divide in floating point: gloo has no average, and Lightning also averages whole numbers."""
+        return reduce_tensor(tensor, group, reduce_op, self.root_device)
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Checkpoints
+    # -----------------------------------------------------------------------------------------------------------------
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return saving.model_state(self.lightning_module)  # type: ignore[arg-type]
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return saving.optimizer_state(self.lightning_module, optimizer)  # type: ignore[arg-type]
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        if storage_options is not None:
+            raise ValueError(f"{type(self).__name__} writes to mounted file systems and takes no storage_options.")
+        assert self.lightning_module is not None
+        control, timeout_s = self.meshes.control, self.saving.all_ranks_timeout_s
+        saving.require_all_ranks(control, timeout_s)
+        checkpoint["longmoe"] = {
+            "config": self.config(),
+            "layout": dataclasses.asdict(self.layout),
+            "resume": saving.gather_per_rank(self.batches.resume_state(), control),
+        }
+        save = saving.save_sharded if self.saving.sharded else saving.save_single_file
+        save(filepath, checkpoint, self.lightning_module, control_group=control, timeout_s=timeout_s)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        checkpoint = saving.load(
+            checkpoint_path,
+            self.lightning_module,
+            self.optimizers,
+            weights_only=self.saving.weights_only if weights_only is None else weights_only,
+            strict=self.lightning_module.strict_loading,
+            control_group=self.meshes.control,
+        )
+        states = checkpoint.get("longmoe", {}).get("resume")
+        if states and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+            self.batches.load_resume_state(states[self.global_rank if len(states) == self.world_size else 0])
+        return checkpoint
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        if self.is_global_zero:
+            saving.remove(filepath)
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # The end
+    # -----------------------------------------------------------------------------------------------------------------
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        """Forget what a failed step left behind. No collective: the other ranks may not have failed."""
+        discard_aux_losses()
+        if self.lightning_module is not None and parallelized(self.lightning_module) is not None:
+            self.takeover.reduction.window = None
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        strategy_registry.register(
+            cls.strategy_name,
+            cls,
+            description="FSDP2 with expert parallelism for long-context mixture-of-experts models",
+            override=True,
+        )
