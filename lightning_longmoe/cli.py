@@ -28,8 +28,15 @@ import lightning_longmoe  # noqa: F401  registers the strategy by name
 STRATEGY_NAME = "longmoe"
 STRATEGY_PATH = "lightning_longmoe.LongMoEStrategy"
 DEFAULT_SEED = 1
+TRAINER_COMMANDS = {
+    "fit": "train a model",
+    "validate": "run the validation of a model once",
+    "test": "run the test of a model once",
+    "predict": "run a model over data and hand back its predictions",
+}
 REFUSED_KEY = re.compile(
-    r"(?:Group '(?P<group>[\w.]+)' does not accept option|Option|unrecognized arguments:) '?-*(?P<key>[\w.]+)"
+    r"(?:(?:Group '(?P<group>[\w.]+)'|Subcommand '\w+') does not accept option|Option|unrecognized arguments:)"
+    r" '?-*(?P<key>[\w.]+)"
 )
 
 
@@ -75,9 +82,11 @@ def run_trainer(arguments: list[str]) -> None:
     if os.getcwd() not in sys.path:  # modules of the current folder can be named, as under `python -m`
         sys.path.append(os.getcwd())
     set_docstring_parse_options(attribute_docstrings=True)
+    # argparse's own usage names all options, and would push an error out of sight.
+    usages = {name: {"usage": f"longmoe {name} [options]"} for name in TRAINER_COMMANDS}
     LongMoECLI(
         parser_class=LongMoEArgumentParser,
-        parser_kwargs={"prog": "longmoe"},
+        parser_kwargs={"prog": "longmoe", **usages},
         trainer_defaults={"strategy": {"class_path": STRATEGY_PATH}},
         seed_everything_default=DEFAULT_SEED,
         save_config_callback=SaveRunConfig,
@@ -135,7 +144,6 @@ class LongMoEArgumentParser(LightningArgumentParser):
 
     @override
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        self.usage = f"{self.prog} [options]"  # the full list of options would push the error out of sight
         super().error(message + advice_on_keys(message), ex)
 
 
@@ -215,10 +223,7 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "fit": Command(run_trainer, "train a model"),
-    "validate": Command(run_trainer, "run the validation of a model once"),
-    "test": Command(run_trainer, "run the test of a model once"),
-    "predict": Command(run_trainer, "run a model over data and hand back its predictions"),
+    **{name: Command(run_trainer, help) for name, help in TRAINER_COMMANDS.items()},
     "consolidate": Command(run_consolidate, "turn a checkpoint folder into one file that plain torch loads"),
 }
 

@@ -76,7 +76,7 @@ class Batches:
         """For ``process_dataloader``. A collective."""
         seed_workers(dataloader, self.data_rank)
         if self.trainer.state.stage != RunningStage.TRAINING:
-            deal_without_repeats(dataloader, self.data_rank, self.data_size)
+            deal_without_repeats(dataloader, self.data_rank, self.data_size, self.trainer.predicting)
             return EvaluationLoader(dataloader, labels=self.labels, ranks=self.ranks)
         stateful = hasattr(dataloader, "state_dict") and hasattr(dataloader, "load_state_dict")
         return (StatefulWindowedLoader if stateful else WindowedLoader)(

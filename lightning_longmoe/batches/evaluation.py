@@ -22,6 +22,9 @@ from lightning_longmoe.batches.loader import WrappedLoader, common_lengths
 from lightning_longmoe.runtime.rng import RngState, host_rng_state, set_rng_state
 
 
+REPEATING = (DistributedSampler, DistributedSamplerWrapper, UnrepeatedDistributedSamplerWrapper)
+
+
 class NoIndices(list[int]):
     """The sample indices of a padding batch, for Lightning's prediction writers."""
 
@@ -129,18 +132,19 @@ class EvaluationPass(Iterator[Any]):
         return self._owner.labels.without_targets(self._last)
 
 
-def deal_without_repeats(loader: Any, data_rank: int, data_size: int) -> None:
+def deal_without_repeats(loader: Any, data_rank: int, data_size: int, predicting: bool = False) -> None:
     """Let the distributed sampler of ``loader`` give rank r of R the samples r, r + R, ... and none twice.
 
-    Torch's and Lightning's own samplers, which append samples of the beginning until all ranks have equally many.
+    Torch's and Lightning's own samplers, which append samples of the beginning until all ranks have equally many, and
+    for predict are made for one rank (see `Batches.sampler_kwargs`).
     """
     batch_sampler = getattr(loader, "batch_sampler", None)
     candidates: list[Any] = [getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None)]
     for sampler in candidates:
-        if type(sampler) is UnrepeatedDistributedSamplerWrapper:
-            sampler.rank, sampler.num_replicas = data_rank, data_size
-        elif type(sampler) not in (DistributedSampler, DistributedSamplerWrapper) or sampler.drop_last:
+        if type(sampler) not in REPEATING or sampler.drop_last:
             continue
+        if predicting and sampler.num_replicas == 1:
+            sampler.rank, sampler.num_replicas = data_rank, data_size
         sampler.total_size = len(sampler.dataset)
         sampler.num_samples = len(range(sampler.rank, sampler.total_size, sampler.num_replicas))
 

@@ -58,6 +58,7 @@ class Meshes:
 
 _kept: dict[tuple[object, ...], Meshes] = {}
 _kept_user: dict[tuple[object, ...], DeviceMesh] = {}
+"""Keys hold the default process group itself: the id of one that was destroyed may be given to the next."""
 
 
 def meshes_for(layout: Layout, device_type: str, timeout: timedelta) -> Meshes:
@@ -68,7 +69,7 @@ def meshes_for(layout: Layout, device_type: str, timeout: timedelta) -> Meshes:
         device_type: "cuda" or "cpu".
         timeout: for every group.
     """
-    key = (layout, device_type, timeout, id(dist.group.WORLD))
+    key = (layout, device_type, timeout, dist.group.WORLD)
     if key not in _kept:
         meshes = _make(layout, device_type, timeout)
         for group in meshes.groups():
@@ -80,7 +81,7 @@ def meshes_for(layout: Layout, device_type: str, timeout: timedelta) -> Meshes:
 
 def user_mesh(world_size: int, device_type: str, timeout: timedelta) -> DeviceMesh:
     """What ``LightningModule.device_mesh`` returns; it depends on nothing but the world, so it exists first."""
-    key = ("user", world_size, device_type, id(dist.group.WORLD))
+    key = (world_size, device_type, dist.group.WORLD)
     if key not in _kept_user:
         mesh = init_device_mesh(device_type, (world_size, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
         for axis in range(mesh.ndim):

@@ -234,4 +234,4 @@ def _fingerprint(tensor: Tensor, content: bool) -> tuple[Any, ...]:
     what = (sharded, tuple(tensor.shape), str(tensor.dtype))
     if sharded or not content:
         return what
-    return (*what, zlib.crc32(as_bytes(tensor.detach().cpu()).numpy()))
+    return (*what, zlib.crc32(as_bytes(tensor.detach().cpu()).numpy()))  # type: ignore[arg-type]
