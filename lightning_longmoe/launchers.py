@@ -23,7 +23,7 @@ class NotebookLauncher(_MultiProcessingLauncher):
     def _collect_rank_zero_results(self, trainer: pl.Trainer, results: Any) -> Any:
         module = trainer.lightning_module
         weights = full_tensors(module.state_dict())
-        module.state_dict = lambda *_, **__: weights  # type: ignore[method-assign]  # what the parent will load
+        module.state_dict = lambda *_, **__: weights  # type: ignore[assignment]  # what the parent will load
         try:
             return super()._collect_rank_zero_results(trainer, results)
         finally:

@@ -6,7 +6,7 @@ Each step says in the returned `Takeover` what it took by module name and what i
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -252,7 +252,7 @@ def _fully_shard_all(
 def _sharded_by_user(module: nn.Module) -> set[nn.Parameter]:
     """Parameters that are DTensors, and not because they are experts of ours."""
     ours = {p for m in module.modules() if isinstance(m, Experts) and m.dispatch is not None for p in m.parameters()}
-    return {p for p in module.parameters() if isinstance(p, DTensor)} - ours
+    return {p for p in module.parameters() if p not in ours and isinstance(p, DTensor)}
 
 
 def _is_tied(module: nn.Module, embedding: nn.Embedding) -> bool:
@@ -260,7 +260,7 @@ def _is_tied(module: nn.Module, embedding: nn.Embedding) -> bool:
     return len(owners) > 1
 
 
-def _expert_placement(shards: int):  # noqa: ANN202 - torch's own callable type is private
+def _expert_placement(shards: int) -> Callable[[nn.Parameter], Shard]:
     """FSDP2 splits experts along the first dimension that divides evenly: experts, then hidden, then the FFN."""
 
     def placement(parameter: nn.Parameter) -> Shard:

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_longmoe import clipping
+from lightning_longmoe.clipping import clip_grad_norm_, clip_grad_value_
 
 SUPPORTED = ("32-true", "bf16-mixed", "bf16-true")
 
@@ -83,7 +83,7 @@ class LongMoEPrecision(Precision):
 
     @override
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        clipping.clip_grad_value_(self.main_params(optimizer), clip_val)
+        clip_grad_value_(self.main_params(optimizer), clip_val)
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
@@ -92,7 +92,7 @@ class LongMoEPrecision(Precision):
         The norm is the same number on every rank, so all ranks decide alike.
         """
         parameters = list(self.main_params(optimizer))
-        self.last_grad_norm = clipping.clip_grad_norm_(parameters, clip_val)
+        self.last_grad_norm = clip_grad_norm_(parameters, clip_val)
         if not bool(torch.isfinite(self.last_grad_norm)):
             self.skipped_steps += 1
             for parameter in parameters:

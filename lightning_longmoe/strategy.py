@@ -106,10 +106,11 @@ class LongMoEStrategy(ModelParallelStrategy):
         self.batch = as_config(batch, BatchConfig, "batch")
         self.saving = as_config(saving, SaveConfig, "saving")
         self.dispatch = dispatch
+        self.timeout = timedelta(seconds=timeout_s)
         super().__init__(
             save_distributed_checkpoint=self.saving.sharded,
             process_group_backend=process_group_backend,
-            timeout=timedelta(seconds=timeout_s),
+            timeout=self.timeout,
         )
         self._launcher_name = launcher
         self._meshes: Meshes | None = None
@@ -174,7 +175,7 @@ class LongMoEStrategy(ModelParallelStrategy):
         assert self.lightning_module is not None
         # The module's experts decide the automatic expert size, and `configure_model` may still have to make them: here
         # only the mesh that users see is needed, and it does not depend on them.
-        self._device_mesh = user_mesh(self.world_size, self.root_device.type, self._timeout)
+        self._device_mesh = user_mesh(self.world_size, self.root_device.type, self.timeout)
         self.lightning_module._device_mesh = self._device_mesh
 
     @property
@@ -194,7 +195,7 @@ class LongMoEStrategy(ModelParallelStrategy):
                 f"This module is already sharded as {kept.meshes.layout} and cannot be sharded again as {layout}."
                 " Save a checkpoint and load it into a fresh module, or keep the sizes."
             )
-        return kept.meshes if kept is not None else meshes_for(layout, self.root_device.type, self._timeout)
+        return kept.meshes if kept is not None else meshes_for(layout, self.root_device.type, self.timeout)
 
     # -----------------------------------------------------------------------------------------------------------------
     # Precision

@@ -65,7 +65,7 @@ def run(
     per_rank: int = 2,
     kind: type[TinyLM] = Dropped,
 ) -> dict[str, Any]:
-    """One fit of 8 steps (fewer with ``max_steps``) that saves after step 3 and at the end of an epoch of 10 batches."""
+    """One fit of 8 steps (fewer with ``max_steps``) that saves after every third."""
     import torch.distributed as dist
 
     pl.seed_everything(7, verbose=False)
@@ -131,7 +131,8 @@ def test_resume_in_the_middle_of_an_epoch_is_bit_equal(tmp_path: Path, world: in
 def test_resume_inside_an_accumulation_window_and_in_a_second_epoch_is_bit_equal(tmp_path: Path) -> None:
     settings = {"accumulate_grad_batches": 2, "max_steps": 8}  # 10 batches an epoch: step 6 is in the second one
     straight = run_on_ranks(2, run, str(tmp_path / "a"), settings=settings)
-    resumed = run_on_ranks(2, run, str(tmp_path / "b"), checkpoint=str(tmp_path / "a" / "step=6.ckpt"), settings=settings)
+    checkpoint = str(tmp_path / "a" / "step=6.ckpt")
+    resumed = run_on_ranks(2, run, str(tmp_path / "b"), checkpoint=checkpoint, settings=settings)
     for after, whole in zip(resumed, straight, strict=True):
         assert len(after["losses"]) == 4
         _assert_bit_equal(after, whole)

@@ -12,6 +12,13 @@ from torch import Tensor
 
 from lightning_longmoe.batches.evaluation import EvaluationLoader, deal_without_repeats, rows_of, without_rows
 from lightning_longmoe.batches.host_group import HostGroup
+from lightning_longmoe.batches.internals import (
+    evaluation_loaders,
+    fetch_again,
+    predictions,
+    restore_loaders_again,
+    weigh_nothing,
+)
 from lightning_longmoe.batches.labels import Labels
 from lightning_longmoe.batches.loader import seed_workers
 from lightning_longmoe.batches.resume import Resume, batch_samples
@@ -119,6 +126,7 @@ class Batches:
             ValueError: the first batch of a stage shows that ``labels_shifted`` is set wrongly.
         """
         stage = self._stage
+        self.padding = False
         if stage != RunningStage.TRAINING:
             index = self._evaluated.get(dataloader_idx, 0)
             self._evaluated[dataloader_idx] = index + 1
@@ -202,8 +210,8 @@ class Batches:
 
     def on_evaluation_step(self) -> None:
         """Before a validation or test step: what the module logs of a padding batch weighs nothing in a mean."""
-        if self.padding and self.trainer._results is not None:
-            self.trainer._results.batch_size = 0
+        if self.padding:
+            weigh_nothing(self.trainer)
 
     def prediction(self, output: Any, batch: Any) -> Any:
         """For ``predict_step``: the output, or of a padding batch's output no row."""
@@ -211,49 +219,32 @@ class Batches:
 
     def on_predict_end(self) -> None:
         """Take what padding batches left out of the predictions that ``trainer.predict`` returns."""
-        made = self.trainer.predict_loop._predictions
-        for loader, predictions in zip(self._evaluation_loaders(), made, strict=False):
+        loaders, _ = evaluation_loaders(self.trainer)
+        for loader, made in zip(loaders, predictions(self.trainer), strict=False):
             if isinstance(loader, EvaluationLoader) and loader.real_batches is not None:
-                del predictions[loader.real_batches :]
+                del made[loader.real_batches :]
 
     def _is_padding(self, dataloader_idx: int, index: int) -> bool:
-        loaders = self._evaluation_loaders()
-        if not self._one_after_the_other():  # a step gets a batch of each
-            return bool(loaders) and all(isinstance(x, EvaluationLoader) and x.is_padding(index) for x in loaders)
-        loader = loaders[dataloader_idx] if dataloader_idx < len(loaders) else None
-        return isinstance(loader, EvaluationLoader) and loader.is_padding(index)
-
-    def _evaluation_loop(self) -> Any:
-        trainer = self.trainer
-        if trainer.testing:
-            return trainer.test_loop
-        if trainer.predicting:
-            return trainer.predict_loop
-        return trainer.fit_loop.epoch_loop.val_loop if trainer.state.fn == "fit" else trainer.validate_loop
-
-    def _evaluation_loaders(self) -> list[Any]:
-        combined = self._evaluation_loop()._combined_loader
-        return [] if combined is None else combined.flattened
-
-    def _one_after_the_other(self) -> bool:
-        combined = self._evaluation_loop()._combined_loader
-        return combined is None or combined._mode == "sequential"
+        loaders, one_after_the_other = evaluation_loaders(self.trainer)
+        if one_after_the_other:
+            loaders = loaders[dataloader_idx : dataloader_idx + 1]
+        return bool(loaders) and all(isinstance(x, EvaluationLoader) and x.is_padding(index) for x in loaders)
 
     # ------------------------------------------------------------------------------------------------------- resuming
     def on_train_start(self) -> None:
         """For ``on_train_start``: go to position and random state of the checkpoint, where there is one."""
+        self.resume.start()
         if not self.resume.loaded:
             return
-        loop, loaders = self.trainer.fit_loop, self._training_loaders()
-        self.resume.leave_finished_epoch()
+        loaders = self._training_loaders()
         if loaders:
             self.resume.redeal(loaders[0].loader)
         # Whoever asked for `trainer.estimated_stepping_batches` made Lightning set the loaders up before it had read
         # the checkpoint, and of data without a length it has fetched a batch, even: do both again.
-        loop._load_combined_loader_states()
+        restore_loaders_again(self.trainer)
         self.resume.restore_rng()
-        if any(loader.length is None for loader in loaders) and loop._data_fetcher is not None:
-            iter(loop._data_fetcher)
+        if any(loader.length is None for loader in loaders):
+            fetch_again(self.trainer)
 
     def resume_state(self) -> dict[str, Any]:
         """For ``save_checkpoint``: this rank's position and random states, plain values and tensors only."""

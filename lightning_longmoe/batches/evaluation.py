@@ -2,7 +2,9 @@
 
 Forward passes are collectives under sharding, so a rank with fewer batches would leave the others waiting. Lightning
 repeats samples to even out validation and test, and deals unevenly for predict. Here no real sample repeats; a rank
-that has run out gets *padding batches*: copies of its last real batch in which no label is valid.
+that has run out gets *padding batches*: copies of its last real batch in which no label is valid. What a step logs of
+one weighs nothing in a mean, and its predictions have no rows. A module that feeds a metric of its own with something
+else than labels asks ``self.trainer.strategy.batches.padding`` first.
 """
 
 from __future__ import annotations
@@ -20,7 +22,6 @@ from lightning_longmoe.batches.host_group import HostGroup
 from lightning_longmoe.batches.labels import Labels
 from lightning_longmoe.batches.loader import WrappedLoader, common_lengths
 from lightning_longmoe.runtime.rng import RngState, host_rng_state, set_rng_state
-
 
 REPEATING = (DistributedSampler, DistributedSamplerWrapper, UnrepeatedDistributedSamplerWrapper)
 

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
+from lightning_longmoe.batches.internals import move_batch_index, next_indices, skip_batch
 from lightning_longmoe.runtime.rng import RngState, set_rng_state
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class Resume:
         self._data_size = data_size
         self._state: dict[str, Any] | None = None
         self._same_deal = True
+        self._continuing = False
         self.skip_samples = 0
 
     @property
@@ -53,29 +55,39 @@ class Resume:
         # Lightning cannot know that a loader without state of its own is put back to its position.
         warnings.filterwarnings("ignore", message=LIGHTNINGS_WARNING)
 
+    def start(self) -> None:
+        """Training starts, before Lightning's epoch loop looks at its restored progress."""
+        self._leave_finished_epoch()
+        self._continuing = self._trainer.fit_loop.epoch_loop.restarting
+
     def finish(self) -> None:
         """The first batch is trained: what follows is an ordinary run."""
         self._state = None
+        self._continuing = False
 
     def first_batch(self) -> int:
         """Index, in the epoch, of the batch that Lightning trains next when a pass is opened now."""
         loop = self._trainer.fit_loop.epoch_loop
-        if not loop.restarting:
+        if not loop.restarting and not self._continuing:
             return 0
         done: Any = loop.batch_progress.current
-        # Saved in `on_train_batch_end`, a batch is processed but not completed; Lightning counts it as completed.
-        return done.completed + int(done.ready == done.started == done.processed == done.completed + 1)
+        if loop.restarting:
+            # Saved in `on_train_batch_end`, a batch is processed but not completed; Lightning takes it for completed.
+            return done.completed + int(done.ready == done.started == done.processed == done.completed + 1)
+        # A checkpoint of the end of a validation costs Lightning one round without training, which ends "restarting".
+        return done.ready
 
     def loader_state(self, index: int, first: int) -> dict[str, Any] | None:
         """What training loader ``index`` had left, where its pass continues at batch ``first``; else None."""
-        if self._state is None or not self._same_deal or not self._trainer.fit_loop.epoch_loop.restarting:
+        restarting = self._trainer.fit_loop.epoch_loop.restarting or (self._continuing and first > 0)
+        if self._state is None or not self._same_deal or not restarting:
             return None
         states = self._state["loaders"]
         state = states[index] if index < len(states) else None
         # Saved while a batch was trained: Lightning trains that batch again.
         return state if state and first in (state["next"], state["next"] - 1) else None
 
-    def leave_finished_epoch(self) -> None:
+    def _leave_finished_epoch(self) -> None:
         """Start the next epoch at batch 0, where the checkpoint was written after the last batch of data without a
         length: Lightning begins that epoch, but keeps the finished one's batch index, which the data has not."""
         fit, loop = self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop
@@ -127,9 +139,7 @@ class Resume:
                 f"The checkpoint ends {rest} samples into a global batch of {now} samples: the other {now - rest} of it"
                 " are left out of this epoch."
             )
-        done = loop.batch_progress.current
-        for name in ("ready", "started", "processed", "completed"):
-            setattr(done, name, getattr(done, name) + index - first)
+        move_batch_index(self._trainer, index - first)
 
 
 def open_at(loader: Any, first: int, skip_samples: int = 0) -> Iterator[Any]:
@@ -141,31 +151,13 @@ def open_at(loader: Any, first: int, skip_samples: int = 0) -> Iterator[Any]:
     source = iter(loader)
     try:
         for _ in range(first):
-            skip_one(source)
+            skip_batch(source)
         if skip_samples:
-            indices = _next_index(source)[skip_samples:]
-            partial = loader.collate_fn([loader.dataset[i] for i in indices])
-            return chain([partial], source)
+            rest = [loader.dataset[index] for index in next_indices(source)[skip_samples:]]
+            return chain([loader.collate_fn(rest)], source)
     except StopIteration:
         return iter(())
     return source
-
-
-def skip_one(source: Iterator[Any]) -> None:
-    """Leave out one batch, without loading it where that changes nothing else."""
-    if _skips_indices(source):
-        _next_index(source)
-    else:
-        next(source)
-
-
-def _skips_indices(source: Any) -> bool:
-    in_process = getattr(source, "_num_workers", None) == 0
-    return in_process and hasattr(source, "_next_index") and not isinstance(source._dataset, IterableDataset)
-
-
-def _next_index(source: Any) -> Any:
-    return source._next_index()
 
 
 def can_skip_samples(loader: Any) -> bool:

@@ -40,7 +40,7 @@ class UnigramBaseline(Callback):
     @override
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not trainer.sanity_checking:
-            self.log("longmoe/unigram_entropy", entropy_of(trainer), on_epoch=True, batch_size=1)
+            pl_module.log("longmoe/unigram_entropy", entropy_of(trainer), sync_dist=True, batch_size=1)
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

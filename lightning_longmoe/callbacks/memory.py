@@ -59,9 +59,9 @@ class PeakMemoryMonitor(Callback):
         self._leave()
         for key, size in self._measured(trainer.strategy.root_device).items():
             self._peaks[key] = max(size, self._peaks.get(key, 0))
-        step, every = trainer.global_step, trainer.log_every_n_steps
+        step, every = trainer.global_step, trainer.log_every_n_steps  # type: ignore[attr-defined]
         if every and step // every != self._last_step // every:
-            self._log(trainer)
+            self._log(trainer, pl_module)
         self._last_step = step
 
     def _measured(self, device: torch.device) -> dict[str, int]:
@@ -73,14 +73,14 @@ class PeakMemoryMonitor(Callback):
             "longmoe/peak_reserved": torch.cuda.max_memory_reserved(device),
         }
 
-    def _log(self, trainer: pl.Trainer) -> None:
+    def _log(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         own = list(self._peaks.values())
         rank0 = own if trainer.is_global_zero else [0] * len(own)
         both = torch.tensor(own + rank0, dtype=torch.float64, device=trainer.strategy.root_device)
         largest = trainer.strategy.reduce(both, reduce_op="max").tolist()
         for index, key in enumerate(self._peaks):
-            self.log(f"{key}_gib", largest[index] / GIB, on_step=True, on_epoch=False, batch_size=1)
-            self.log(f"{key}_rank0_gib", largest[len(own) + index] / GIB, on_step=True, on_epoch=False, batch_size=1)
+            module.log(f"{key}_gib", largest[index] / GIB, on_step=True, on_epoch=False, batch_size=1)
+            module.log(f"{key}_rank0_gib", largest[len(own) + index] / GIB, on_step=True, on_epoch=False, batch_size=1)
         self._peaks = {}
 
     def _leave(self) -> None:

@@ -78,12 +78,12 @@ class ThroughputMonitor(Callback):
         now_s = time.perf_counter()
         self._steps.append((now_s - self._mark_s, self._step_tokens))
         self._mark_s, self._step_tokens = now_s, 0
-        every = trainer.log_every_n_steps or self.window
+        every = trainer.log_every_n_steps or self.window  # type: ignore[attr-defined]
         if len(self._steps) == 1 or step // every != self._last_step // every:
-            self._log(trainer)
+            self._log(trainer, pl_module)
         self._last_step = step
 
-    def _log(self, trainer: pl.Trainer) -> None:
+    def _log(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Exchange figures over the ranks and log them: all ranks come here at the same step, and log the same."""
         seconds, tokens = (sum(column) for column in zip(*self._steps, strict=True))
         ours = torch.tensor([seconds, tokens, self._unshared_tokens], dtype=torch.float64)
@@ -100,8 +100,8 @@ class ThroughputMonitor(Callback):
         }
         for key, value in figures.items():
             # float64: a float32 cannot count past 2^24 tokens.
-            self.log(key, torch.tensor(value, dtype=torch.float64), on_step=True, on_epoch=False, batch_size=1)
-        self.log("tokens/s", round(tokens_per_s), prog_bar=True, logger=False, on_step=True, batch_size=1)
+            module.log(key, torch.tensor(value, dtype=torch.float64), on_step=True, on_epoch=False, batch_size=1)
+        module.log("tokens/s", round(tokens_per_s), prog_bar=True, logger=False, on_step=True, batch_size=1)
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -107,8 +107,8 @@ class LongTextDataModule(LightningDataModule):
         if len(windows) < replicas * self.batch_size:
             raise ValueError(
                 f"The training text makes {len(windows)} sequences of {self.sequence_length} tokens, less than one"
-                f" batch of {self.batch_size} on each of {replicas} data ranks. Give more text, a smaller batch_size, or"
-                " a shorter sequence_length."
+                f" batch of {self.batch_size} on each of {replicas} data ranks. Give more text, a smaller batch_size,"
+                " or a shorter sequence_length."
             )
         sampler = GlobalOrderSampler(windows, replicas, rank, batch_size=self.batch_size, seed=self.seed)
         return self._loader(windows, sampler)

@@ -119,7 +119,7 @@ def load_file(path: Path, weights_only: bool | None, mmap: bool) -> Any:
             " containers, for instance hyper-parameters or the state of a callback. If you trust it, pass"
             f" weights_only=False to trainer.fit, validate, test or predict. ({error})"
         ) from error
-    except (RuntimeError, EOFError) as error:
+    except (RuntimeError, EOFError, OSError) as error:
         raise CheckpointError(f"Cannot load {path}: {missing_part(path)}. ({error})") from error
 
 

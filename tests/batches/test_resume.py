@@ -144,6 +144,25 @@ def test_validation_between_does_not_change_training(tmp_path: Path) -> None:
     assert_continues(unbroken, resumed, 5)
 
 
+@pytest.mark.parametrize("name", ["shuffled", "without a length"])
+@pytest.mark.parametrize("at", [5, 10])
+def test_checkpoint_written_after_a_validation_continues(tmp_path: Path, name: str, at: int) -> None:
+    class Validated(Recorder):
+        def val_dataloader(self) -> Any:
+            return DataLoader(Numbers(), batch_size=2)
+
+        def on_validation_end(self) -> None:
+            path = tmp_path / f"step={self.trainer.global_step}.ckpt"
+            if not self.trainer.sanity_checking and not path.exists():
+                self.trainer.save_checkpoint(path)
+
+    unbroken = run(tmp_path, LOADERS[name](), 50, resume=False, kind=Validated, val_check_interval=5)
+    resumed = Validated()
+    trainer = trainer_for(AloneStrategy(), max_epochs=2, val_check_interval=5)
+    trainer.fit(resumed, LOADERS[name](), ckpt_path=tmp_path / f"step={at}.ckpt")
+    assert_continues(unbroken, resumed, at)
+
+
 def test_scheduler_that_asks_for_the_number_of_steps_does_not_disturb_the_resume(tmp_path: Path) -> None:
     """`estimated_stepping_batches` sets the loaders up before the checkpoint is read."""
 
@@ -208,7 +227,7 @@ def test_batch_that_was_interrupted_is_trained_again(tmp_path: Path) -> None:
     assert_continues(unbroken, resumed, 6)
 
 
-# ------------------------------------------------------------------------------------------ another number of data ranks
+# ----------------------------------------------------------------------------------------- another number of data ranks
 def dealt(size: int, rank: int, batch: int) -> Any:
     sampler = DistributedSampler(Numbers(24), size, rank, shuffle=True, seed=3)
     return DataLoader(Numbers(24), batch, sampler=sampler)

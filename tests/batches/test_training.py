@@ -73,7 +73,9 @@ class Plain(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
-def windows_of(loader: Any, module: Plain | None = None, config: BatchConfig | None = None, **settings: Any) -> list[Any]:
+def windows_of(
+    loader: Any, module: Plain | None = None, config: BatchConfig | None = None, **settings: Any
+) -> list[Any]:
     """(A, valid targets) that each training batch saw."""
     strategy = AloneStrategy(config, head=True)
     trainer_for(strategy, **{"max_epochs": 1, **settings}).fit(module or Plain(), loader)

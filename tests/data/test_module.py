@@ -110,7 +110,7 @@ def read(strategy: str, devices: int, text: str, batch_size: int) -> Any:
         enable_model_summary=False,
         **quiet,
     )
-    trainer.fit(module, LongTextDataModule(text, sequence_length=10, batch_size=batch_size, val_fraction=0.1, seed=3))
+    trainer.fit(module, LongTextDataModule(text, sequence_length=10, batch_size=batch_size, val_fraction=0.2, seed=3))
     return module.trained, module.validated
 
 
@@ -146,7 +146,8 @@ def test_workers_give_the_same_batches(text: str) -> None:
 
 @pytest.mark.parametrize("paths", ["--data.paths={0}", "--data.paths=['{0}']"])
 def test_command_line_and_yaml_express_every_argument(text: str, paths: str) -> None:
-    arguments = ["--data.sequence_length=10", "--data.limit_tokens=200", "--data.val_fraction=0.2", "--data.num_workers=0"]
+    settings = {"sequence_length": 10, "limit_tokens": 200, "val_fraction": 0.2, "num_workers": 0}
+    arguments = [f"--data.{name}={value}" for name, value in settings.items()]
     cli = LightningCLI(
         Reader, LongTextDataModule, args=[paths.format(text), *arguments], run=False, save_config_callback=None
     )

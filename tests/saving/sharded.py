@@ -47,18 +47,15 @@ class Tiny(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How `shard` shards: expert size, experts inside ``fully_shard`` over the rest or not, replicas, nothing at all."""
+    """How `shard` shards: experts over how many ranks, inside ``fully_shard`` over the rest or not; replicas."""
 
     expert_size: int = 1
     experts_inside: bool = True
     replicas: int = 1
-    plain: bool = False
 
 
 def shard(module: Tiny, layout: Layout) -> Tiny:
     world = dist.get_world_size()
-    if layout.plain:
-        return module
     outside: set[nn.Parameter] = set()
     if layout.expert_size > 1:
         rest = world // layout.expert_size
