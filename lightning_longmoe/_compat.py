@@ -85,3 +85,9 @@ def is_strided_shard(placement: Any) -> bool:
 
 WRAPPER_NAMES = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 """Modules that torch.compile, checkpoint wrappers and FSDP1 put around a module; they appear in parameter names."""
+
+
+def unit_parameters(unit: nn.Module) -> list[tuple[Any, torch.dtype | None]]:
+    """The sharded parameters that an FSDP2 unit gathers itself, and the dtype it gathers them in (None: their own)."""
+    groups = unit._get_fsdp_state()._fsdp_param_groups  # type: ignore[operator]
+    return [(param.sharded_param, group.mp_policy.param_dtype) for group in groups for param in group.fsdp_params]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from lightning_longmoe import _compat
 
@@ -17,13 +19,41 @@ if TYPE_CHECKING:
     from lightning_longmoe.parallelize import Takeover
 
 
-def parameter_rows(module: nn.Module) -> list[tuple[str, str, str]]:
-    """Parameters in all and the bytes of this rank's parameters, as table rows."""
-    total = sum(p.numel() for p in module.parameters())
-    local = [_compat.local_tensor(p) for p in module.parameters()]
-    here = sum(t.numel() for t in local)
-    size = sum(t.numel() * t.element_size() for t in local)
-    return [("parameters", f"{total:,}", f"{here:,} on rank 0 ({size / 2**20:,.1f} MiB)")]
+def memory_rows(module: nn.Module) -> list[tuple[str, str, str]]:
+    """Parameters, and the bytes that follow from them on this rank; what is not there yet is called predicted."""
+    parameters = list(module.parameters())
+    local = [_compat.local_tensor(p) for p in parameters]
+    held = sum(_bytes(t) for t in local)
+    trained = sum(_bytes(t) for t, p in zip(local, parameters, strict=True) if p.requires_grad)
+    units = {name: _gathered_bytes(unit) for name, unit in module.named_modules() if isinstance(unit, FSDPModule)}
+    largest = max(units, key=lambda name: units[name], default="")
+    rows = [
+        ("parameters", f"{sum(p.numel() for p in parameters):,}", f"{sum(t.numel() for t in local):,} on rank 0"),
+        ("memory", "rank 0", f"parameters {_mib(held)}; gradients {_mib(trained)} (predicted)"),
+    ]
+    if units:
+        rows.append(("memory", largest or "root", f"largest gathered unit: {_mib(units[largest])} (predicted)"))
+    return rows
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _gathered_bytes(unit: nn.Module) -> int:
+    """Bytes of a unit's own parameters when FSDP2 has gathered them, in the dtype of the computation."""
+    total = 0
+    for parameter, compute in _compat.unit_parameters(unit):
+        numel = parameter.numel()
+        for axis, placement in enumerate(parameter.placements):
+            if parameter.device_mesh.mesh_dim_names[axis] == "expert" and placement.is_shard():
+                numel //= parameter.device_mesh.size(axis)  # experts are gathered over the rest of the ranks only
+        total += numel * (compute or parameter.dtype).itemsize
+    return total
+
+
+def _mib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**20:,.1f} MiB"
 
 
 def start_up_table(layout: Layout, takeover: Takeover, module: nn.Module) -> Table:
@@ -36,7 +66,7 @@ def start_up_table(layout: Layout, takeover: Takeover, module: nn.Module) -> Tab
             continue
         table.add_row(f"group {name}", size, who)
     table.add_section()
-    for row in [*takeover.rows, *parameter_rows(module)]:
+    for row in [*takeover.rows, *memory_rows(module)]:
         table.add_row(*row)
     return table
 
