@@ -19,7 +19,7 @@ def _require_positive(config: object, *names: str) -> None:
         value = getattr(config, name)
         if isinstance(value, bool) or (not isinstance(value, int)) or value < 1:
             raise ValueError(
-                f"{type(config).__name__}({name}={value!r}) is not allowed: {name} must be a whole number of at least 1."
+                f"{type(config).__name__}({name}={value!r}) is not allowed: give a whole number of at least 1."
             )
 
 
@@ -113,7 +113,7 @@ class SaveConfig:
     all_ranks_timeout_s: float = 25.0
     """How long a save waits for every rank to take part before it fails with the ranks that are missing."""
     weights_only: bool = True
-    """Refuse checkpoints that hold other Python objects than plain values and tensors, where the Trainer is not told."""
+    """Refuse checkpoints that hold more than plain values and tensors, where the Trainer is not told."""
 
     def __post_init__(self) -> None:
         if self.all_ranks_timeout_s <= 0:

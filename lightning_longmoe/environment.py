@@ -47,8 +47,8 @@ def refuse_unusable_environment(device: torch.device, world_size: int) -> None:
     """
     if device.type not in ("cuda", "cpu"):
         raise ValueError(
-            f"LongMoEStrategy does not run on {device.type!r} devices. Use Trainer(accelerator='gpu') with NVIDIA or AMD"
-            " GPUs, or Trainer(accelerator='cpu') to try it with gloo."
+            f"LongMoEStrategy does not run on {device.type!r} devices. Use Trainer(accelerator='gpu') with NVIDIA or"
+            " AMD GPUs, or Trainer(accelerator='cpu') to try it with gloo."
         )
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() != world_size:
         raise ValueError(

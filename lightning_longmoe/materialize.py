@@ -1,9 +1,10 @@
 """Initial weights: equal on all ranks, and given shard by shard to a module that was built on the meta device.
 
-A module on the meta device has shapes and no values, so a model larger than a host can be built and sharded first. Each
-of its parameters then gets values that depend on the seed and on its name alone: every module's ``reset_parameters`` runs
-once under a seed made from its name, in full, on the host, and this rank keeps its own part. A stack of experts offers
-`reset_expert`, so that a rank only makes its home experts. World size and group sizes therefore change no weight.
+A module on the meta device has shapes and no values, so a model larger than a host can be built and sharded first.
+Each of its parameters then gets values that depend on the seed and on its name alone: every module's
+``reset_parameters`` runs once under a seed made from its name, in full, on the host, and this rank keeps its own part.
+A stack of experts offers `reset_expert`, so that a rank only makes its home experts. World size and group sizes
+therefore change no weight.
 """
 
 from __future__ import annotations
@@ -35,9 +36,8 @@ def agree_on_initial_values(module: nn.Module, control: dist.ProcessGroup) -> in
     Returns:
         How many tensors rank 0 sent.
     """
-    tensors = [
-        t for t in [*module.parameters(), *module.buffers()] if not t.is_meta and not isinstance(t, DTensor) and t.numel()
-    ]
+    tensors = [t for t in [*module.parameters(), *module.buffers()] if t.numel() and not t.is_meta]
+    tensors = [t for t in tensors if not isinstance(t, DTensor)]
     if dist.get_world_size(control) == 1 or not tensors:
         return 0
     # the bytes and not the values, in whole numbers: exact, and a NaN compares equal to itself

@@ -161,7 +161,7 @@ class LongMoEStrategy(ModelParallelStrategy):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.data_size, "rank": self.data_rank}
+        return self.batches.sampler_kwargs()
 
     @override
     def _configure_launcher(self) -> None:

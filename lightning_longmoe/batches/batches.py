@@ -10,15 +10,15 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 
-from lightning_longmoe.batches.evaluation import EvaluationLoader, deal_without_repeats, rows_of, without_rows
-from lightning_longmoe.batches.host_group import HostGroup
-from lightning_longmoe.batches.internals import (
+from lightning_longmoe._compat import (
     evaluation_loaders,
     fetch_again,
     predictions,
     restore_loaders_again,
     weigh_nothing,
 )
+from lightning_longmoe.batches.evaluation import EvaluationLoader, deal_without_repeats, rows_of, without_rows
+from lightning_longmoe.batches.host_group import HostGroup
 from lightning_longmoe.batches.labels import Labels
 from lightning_longmoe.batches.loader import seed_workers
 from lightning_longmoe.batches.resume import Resume, batch_samples

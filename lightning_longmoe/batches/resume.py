@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_longmoe.batches.internals import move_batch_index, next_indices, skip_batch
+from lightning_longmoe._compat import move_batch_index, next_indices, skip_batch
 from lightning_longmoe.runtime.rng import RngState, set_rng_state
 
 if TYPE_CHECKING:

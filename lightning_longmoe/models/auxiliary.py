@@ -50,13 +50,13 @@ def discard_aux_losses() -> None:
 
 
 def refuse_waiting_aux_losses() -> None:
-    """Raise RuntimeError when terms still wait after a backward: balance was asked for and would silently not happen."""
+    """Raise RuntimeError when terms still wait after a backward: balance was asked for and would silently not come."""
     if _pending:
         count = len(_pending)
         discard_aux_losses()
         raise RuntimeError(
-            f"aux_loss_coef is set, and the auxiliary losses of {count} MoE layers were not part of the loss. Compute the"
-            " loss with CausalLMHead, or add take_aux_loss() to your own loss, or set aux_loss_coef=0."
+            f"aux_loss_coef is set, and the auxiliary losses of {count} MoE layers were not part of the loss. Compute"
+            " the loss with CausalLMHead, or add take_aux_loss() to your own loss, or set aux_loss_coef=0."
         )
 
 

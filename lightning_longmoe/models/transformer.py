@@ -36,7 +36,7 @@ def apply_rotary(x: Tensor, rotary: Tensor) -> Tensor:
     """Rotate the channel pairs (i, i + D/2) of x [B, heads, S, D] by ``rotary`` [S, D/2] or [B, S, D/2]."""
     if rotary.dim() == 3:
         rotary = rotary.unsqueeze(1)
-    cos, sin = torch.view_as_real(rotary).unbind(-1)
+    cos, sin = rotary.real.contiguous(), rotary.imag.contiguous()  # as views their steps of two slow every product
     first, second = x.to(cos.dtype).chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
@@ -181,7 +181,7 @@ class MoETransformer(nn.Module):
         Returns:
             [B, S, H], for a `CausalLMHead`.
         """
-        hidden = self.embedding(input_ids)
+        hidden = self.embedding(input_ids) * self.hidden_size**0.5  # unit variance, also where a head shares the weight
         if position_ids is None:
             position_ids = torch.arange(input_ids.size(1), device=input_ids.device)
         rotary = rotary_angles(position_ids, self.head_size, self.rope_theta, hidden.dtype)

@@ -15,8 +15,9 @@ def host_rng_state() -> RngState:
     """Random state of Python, NumPy and torch on the CPU: what loading data may draw from."""
     version, internal, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state()  # type: ignore[misc]
+    words = torch.from_numpy(np.array(internal, dtype=np.int64))
     return {
-        "python": {"version": version, "internal": torch.tensor(internal, dtype=torch.int64), "gauss": gauss},
+        "python": {"version": version, "internal": words, "gauss": gauss},
         "numpy": {
             "name": str(name),
             "keys": torch.from_numpy(np.asarray(keys, dtype=np.int64)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -11,6 +12,8 @@ import torch.distributed as dist
 from lightning_longmoe import _compat
 
 T = TypeVar("T")
+
+COMPLETE = "complete"
 
 ControlGroup = dist.ProcessGroup | None
 """All ranks, over gloo; None: this process is the only rank."""
@@ -48,7 +51,8 @@ def require_all_ranks(group: ControlGroup, timeout_s: float, what: str = "save_c
     """Return when every rank has called this; the ranks that did not come are known on all ranks that did.
 
     It counts arrivals in the key-value store of the process groups, so that a missing rank leaves no half-done
-    collective behind, and a missing rank 0 is noticed as well.
+    collective behind, and a missing rank 0 is noticed as well. One atomic verdict per turn: "complete", or who is
+    missing, from the first rank whose patience ends.
 
     Args:
         group: all ranks.
@@ -63,24 +67,41 @@ def require_all_ranks(group: ControlGroup, timeout_s: float, what: str = "save_c
         return
     store, prefix = _compat.default_store(), f"longmoe/{what}/{group.group_name}"
     turn = store.add(f"{prefix}/rank{rank}", 1)
-    if store.add(f"{prefix}/turn{turn}", 1) == size:
-        store.set(f"{prefix}/complete{turn}", "1")
-        store.delete_key(f"{prefix}/turn{turn}")
-        if turn > 1:
-            store.delete_key(f"{prefix}/complete{turn - 1}")  # everybody has passed it, or would not be here
+    verdict = f"{prefix}/verdict{turn}"
+    if store.add(f"{prefix}/arrived{turn}", 1) == size:
+        found = store.compare_set(verdict, "", COMPLETE).decode()
+        store.delete_key(f"{prefix}/verdict{turn - 1}")  # everybody has read it, or would not be here
+        store.delete_key(f"{prefix}/arrived{turn}")
+    else:
+        found = _wait_for_verdict(store, verdict, turn, timeout_s, prefix, size, rank)
+    if found == COMPLETE:
         return
-    try:
-        store.wait([f"{prefix}/complete{turn}"], timedelta(seconds=timeout_s))
-    except RuntimeError as error:  # of several types, by the kind of store
-        missing = [other for other in range(size) if store.add(f"{prefix}/rank{other}", 0) < turn]
-        store.add(f"{prefix}/turn{turn}", -1)  # a later call on all ranks finds the count as if this one never was
+    missing = json.loads(found)["missing"]
+    if rank in missing:  # it came when the verdict was being made, and has been counted twice
         store.add(f"{prefix}/rank{rank}", -1)
-        raise CheckpointError(
-            f"{what}: rank {rank} waited {timeout_s:g} s for ranks {missing}, which did not call it. Saving is done by"
-            f" all ranks together: call trainer.save_checkpoint on every rank, not under `if trainer.is_global_zero`,"
-            " and let every rank decide alike whether to save (log the monitored metric with sync_dist=True).",
-            {other: "did not call" for other in missing},
-        ) from error
+    raise CheckpointError(
+        f"{what}: ranks {missing} did not call it within {timeout_s:g} s of the others. Saving is done by all ranks"
+        " together: call trainer.save_checkpoint on every rank, not under `if trainer.is_global_zero`, and let every"
+        " rank decide alike whether to save (log the monitored metric with sync_dist=True).",
+        {other: "did not call" for other in missing},
+    )
+
+
+def _wait_for_verdict(
+    store: dist.Store, verdict: str, turn: int, timeout_s: float, prefix: str, size: int, rank: int
+) -> str:
+    """The verdict of this turn, which this rank makes when it does not come in time."""
+    try:
+        store.wait([verdict], timedelta(seconds=timeout_s))
+        return store.get(verdict).decode()
+    except RuntimeError:  # of several types, by the kind of store
+        missing = [other for other in range(size) if store.add(f"{prefix}/rank{other}", 0) < turn]
+        mine = json.dumps({"by": rank, "missing": missing})
+        found = store.compare_set(verdict, "", mine).decode()
+        if found == mine:
+            for other in missing:  # their next call shall meet our next one
+                store.add(f"{prefix}/rank{other}", 1)
+        return found
 
 
 def gather_per_rank(value: T, group: ControlGroup, *, timeout_s: float | None = None) -> list[T]:

@@ -19,6 +19,7 @@ from lightning_longmoe.saving.agreement import CheckpointError, ControlGroup, br
 from lightning_longmoe.saving.pieces import Piece, like_parameter, piece_of
 from lightning_longmoe.saving.sources import Saved, SavedOptimizer, Source, open_source
 from lightning_longmoe.saving.state import (
+    EXTRA_STATE,
     clean_name,
     model_state,
     names_of,
@@ -134,7 +135,7 @@ def _plan_model(plan: _Plan, source: Source, targets: dict[str, Any], strict: bo
         elif name not in source.model:
             if id(target) not in shared:  # a tied parameter is there when one of its names is
                 missing.append(name)
-        elif not isinstance(target, Tensor):
+        elif not isinstance(target, Tensor) or name.rpartition(".")[2] == EXTRA_STATE:
             saved = source.model[name]
             plan.entries[name] = torch.empty(saved.shape, dtype=saved.dtype)
             plan.read_into(saved, plan.entries[name])

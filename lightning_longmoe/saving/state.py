@@ -158,9 +158,11 @@ def set_optimizer_state(
 
 
 def _undo_cast(installed: dict[str, Any], saved: dict[str, Any]) -> None:
-    """torch casts loaded state to the parameter's data type; put back what was saved in another one."""
+    """torch casts loaded state to the parameter's data type, and breaks strings; put back what was saved."""
     for name, value in saved.items():
-        if name != "step" and isinstance(value, Tensor) and installed[name].dtype != value.dtype:
+        if not isinstance(value, Tensor):
+            installed[name] = value
+        elif name != "step" and installed[name].dtype != value.dtype:
             installed[name] = value.to(local_tensor(installed[name]).device)
 
 

@@ -1,4 +1,4 @@
-"""The private names that this room touches exist and do what it takes them for."""
+"""The private names of Lightning's loops and torch's loaders exist and do what `_compat` takes them for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_longmoe.batches import internals
+from lightning_longmoe import _compat
 from tests.batches.test_evaluation import Stream
 
 
@@ -25,8 +25,8 @@ def test_an_index_is_skipped_without_loading() -> None:
             return super().__getitem__(index)
 
     source = iter(DataLoader(Loading(range(6)), 2))
-    internals.skip_batch(source)
-    assert internals.next_indices(source) == [2, 3]
+    _compat.skip_batch(source)
+    assert _compat.next_indices(source) == [2, 3]
     assert next(source).tolist() == [4, 5]
     assert Loading.loaded == [4, 5]
 
@@ -34,10 +34,10 @@ def test_an_index_is_skipped_without_loading() -> None:
 def test_a_batch_of_a_stream_or_of_workers_is_loaded_to_be_skipped() -> None:
     for loader in (DataLoader(Stream(list(range(6))), 2), DataLoader(range(6), 2, num_workers=1)):
         source = iter(loader)
-        internals.skip_batch(source)
+        _compat.skip_batch(source)
         assert next(source).tolist() == [2, 3]
     plain = iter([1, 2])
-    internals.skip_batch(plain)
+    _compat.skip_batch(plain)
     assert next(plain) == 2
 
 
@@ -55,18 +55,18 @@ class Module(pl.LightningModule):
         return self.layer(torch.ones(1)).sum()
 
     def on_train_start(self) -> None:
-        internals.restore_loaders_again(self.trainer)
-        internals.fetch_again(self.trainer)
+        _compat.restore_loaders_again(self.trainer)
+        _compat.fetch_again(self.trainer)
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         if batch_idx == 2:
-            internals.weigh_nothing(self.trainer)
+            _compat.weigh_nothing(self.trainer)
         self.log("value", batch.float().mean())
-        loaders, one_after_the_other = internals.evaluation_loaders(self.trainer)
+        loaders, one_after_the_other = _compat.evaluation_loaders(self.trainer)
         self.seen.append((len(loaders), one_after_the_other))
 
     def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        self.seen.append([len(batches) for batches in internals.predictions(self.trainer)])
+        self.seen.append([len(batches) for batches in _compat.predictions(self.trainer)])
         return batch
 
     def configure_optimizers(self) -> Any:
@@ -99,7 +99,7 @@ def test_the_evaluation_loaders_are_those_of_the_running_loop() -> None:
     both: Any = pl.utilities.CombinedLoader([DataLoader([1], 1), DataLoader([2], 1)], "max_size")
     module.seen.clear()
     module.validation_step = lambda batch, batch_idx: module.seen.append(  # type: ignore[method-assign]
-        internals.evaluation_loaders(running)[1]
+        _compat.evaluation_loaders(running)[1]
     )
     running.validate(module, both, verbose=False)
     assert module.seen == [False]
@@ -117,7 +117,7 @@ def test_a_batch_index_moves() -> None:
     running = trainer()
     progress = running.fit_loop.epoch_loop.batch_progress.current
     progress.completed = 4
-    internals.move_batch_index(running, 3)
+    _compat.move_batch_index(running, 3)
     assert (progress.ready, progress.started, progress.processed, progress.completed) == (3, 3, 3, 7)  # type: ignore[attr-defined]
 
 
