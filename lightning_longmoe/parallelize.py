@@ -1,6 +1,6 @@
 """The one ordered list of what is done to a module, top to bottom: `parallelize`.
 
-Each step says in the returned `Takeover` what it took by module name and what it left plain, and why; rank 0 prints that.
+Each step says in the returned `Takeover` what it took by module name and what it left plain, and why; rank 0 prints it.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def _shard_experts(module: nn.Module, meshes: Meshes, takeover: Takeover) -> Non
     held = [name for name, child in module.named_modules() if isinstance(child, Experts)]
     if size == 1 or meshes.expert is None:
         if held:
-            takeover.rows.append(("experts", _join(held), "every rank computes its own tokens (expert parallel size 1)"))
+            takeover.rows.append(("experts", _join(held), "each rank computes its own tokens (expert parallel size 1)"))
         return
     group, rank = meshes.expert.get_group(), meshes.expert.get_local_rank()
     dispatch = PlainDispatch(group)
@@ -368,6 +368,6 @@ def _refuse_unbuilt(parallel: ParallelConfig) -> None:
         size = getattr(parallel, name)
         if size not in idle:
             raise ValueError(
-                f"ParallelConfig({name}={size}) is not available in this version, which splits neither sequences nor the"
-                f" vocabulary. Use {name}={idle[-1]!r}."
+                f"ParallelConfig({name}={size}) is not available in this version, which splits neither sequences nor"
+                f" the vocabulary. Use {name}={idle[-1]!r}."
             )

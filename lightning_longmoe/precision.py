@@ -37,7 +37,8 @@ def check_precision(precision: str) -> str:
     if name not in SUPPORTED:
         hint = " Call `module.double()` and use precision='32-true' to compute in float64." if "64" in name else ""
         raise ValueError(
-            f"Trainer(precision={precision!r}) is not supported by LongMoEStrategy. Choose one of {list(SUPPORTED)}.{hint}"
+            f"Trainer(precision={precision!r}) is not supported by LongMoEStrategy. Choose one of"
+            f" {list(SUPPORTED)}.{hint}"
         )
     return name
 

@@ -1,6 +1,6 @@
 """Activation checkpointing of decoder blocks: keep a block's input, run the block again in the backward.
 
-Non-reentrant. The block's ``forward`` is replaced on the instance, inside FSDP2's hooks and without a wrapper module, so
+Non-reentrant. The block's ``forward`` is replaced on the instance, inside FSDP2's hooks and without a wrapper module:
 parameter names stay as they are and a recomputation does not gather the block's parameters a second time.
 """
 

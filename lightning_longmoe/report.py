@@ -1,4 +1,4 @@
-"""The table that rank 0 prints at start-up: groups and who is in them, what was taken over, what stayed plain and why."""
+"""The start-up table of rank 0: groups and who is in them, what was taken over, what stayed plain and why."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from lightning_longmoe import _compat
 
@@ -25,7 +24,7 @@ def memory_rows(module: nn.Module) -> list[tuple[str, str, str]]:
     local = [_compat.local_tensor(p) for p in parameters]
     held = sum(_bytes(t) for t in local)
     trained = sum(_bytes(t) for t, p in zip(local, parameters, strict=True) if p.requires_grad)
-    units = {name: _gathered_bytes(unit) for name, unit in module.named_modules() if isinstance(unit, FSDPModule)}
+    units = {name: _gathered_bytes(unit) for name, unit in module.named_modules() if _compat.is_fsdp_module(unit)}
     largest = max(units, key=lambda name: units[name], default="")
     rows = [
         ("parameters", f"{sum(p.numel() for p in parameters):,}", f"{sum(t.numel() for t in local):,} on rank 0"),

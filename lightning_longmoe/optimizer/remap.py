@@ -1,8 +1,8 @@
 """Point an optimizer that was built too early at the parameters that training really updates.
 
-Sharding replaces parameter objects. An optimizer made in ``__init__`` or by LightningCLI's ``--optimizer`` keeps the old
-ones, updates nothing and says nothing. `EarlyParameters` remembers every parameter by name before sharding, so that the
-optimizer's groups can be given the live ones.
+Sharding replaces parameter objects. An optimizer made in ``__init__`` or by LightningCLI's ``--optimizer`` keeps the
+old ones, updates nothing and says nothing. `EarlyParameters` remembers every parameter by name before sharding, so
+that the optimizer's groups can be given the live ones.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def remap_optimizers(module: nn.Module, optimizers: Iterable[Optimizer], early: 
                     name = early.names.get(id(parameter))
                     if name is None or name not in live:
                         raise ValueError(
-                            f"{type(optimizer).__name__} holds a parameter of shape {tuple(parameter.shape)} that is not"
-                            " part of the LightningModule. Build the optimizer in `configure_optimizers` from"
+                            f"{type(optimizer).__name__} holds a parameter of shape {tuple(parameter.shape)} that is"
+                            " not part of the LightningModule. Build the optimizer in `configure_optimizers` from"
                             " `self.parameters()`."
                         )
                     state = optimizer.state.pop(parameter, None)

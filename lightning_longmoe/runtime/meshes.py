@@ -1,11 +1,11 @@
 """Device meshes and process groups of one world, made once and kept.
 
-A DeviceMesh makes process groups; making one on every run of a Trainer leaks them and leaves old DTensors on an old mesh.
+A DeviceMesh makes process groups; making one on every run of a Trainer leaks them and leaves DTensors on an old mesh.
 So `meshes_for` keeps one `Meshes` for each layout and default process group.
 
 Glossary: *world* - all ranks; *shard group* - ranks over which parameters are sharded; *replica* - a copy of the shard
-group (HSDP); *expert group* - ranks that hold all experts once; *expert shard group* - ranks that hold the same experts,
-over which FSDP2 shards them further; *control group* - all ranks, over gloo, for small host values.
+group (HSDP); *expert group* - ranks that hold all experts once; *expert shard group* - ranks that hold the same
+experts, over which FSDP2 shards them further; *control group* - all ranks, over gloo, for small host values.
 """
 
 from __future__ import annotations

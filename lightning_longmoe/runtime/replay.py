@@ -4,7 +4,7 @@ Activation checkpointing runs a block twice. Some values must not be computed ag
 difference would flip an expert), the row counts of a dispatch (exchanging them again deadlocks). Each checkpointed call
 owns a `Tape`; code inside says ``remember(key, compute)``.
 
-Glossary: *first forward*, *replay* (its recomputation inside the backward), *tape* (what the first leaves to the second).
+Glossary: *first forward*, *replay* (its recomputation in the backward), *tape* (what the first leaves to the second).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Tape:
         """The next value. A replay that asks for something else than the first forward did is a fault of the block."""
         if self._position >= len(self._values) or self._values[self._position][0] != key:
             raise RuntimeError(
-                f"The recomputation of a block asked for {key!r}, which its first forward did not compute at this point."
+                f"The recomputation of a block asked for {key!r}, which its first forward did not compute here."
                 " A checkpointed block must run the same modules in both; take data-dependent branches out of it."
             )
         value = self._values[self._position][1]
