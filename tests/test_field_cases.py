@@ -244,12 +244,13 @@ def test_checkpoints_of_compiled_and_plain_modules_have_the_same_names(tmp_path:
     compiled, compiled_names = run_on_ranks(2, _compiled, str(tmp_path / "compiled"), Compiled, None)[0]
     assert names == compiled_names
     assert compiled == pytest.approx(plain, rel=1e-9)
-    after_plain = run_on_ranks(2, _compiled, str(tmp_path / "a"), Compiled, str(tmp_path / "plain" / "last.ckpt"))[0][0]
-    after_compiled = run_on_ranks(2, _compiled, str(tmp_path / "b"), TinyLM, str(tmp_path / "compiled" / "last.ckpt"))[0][0]
+    saved = {kind: str(tmp_path / kind / "last.ckpt") for kind in ("plain", "compiled")}
+    after_plain = run_on_ranks(2, _compiled, str(tmp_path / "a"), Compiled, saved["plain"])[0][0]
+    after_compiled = run_on_ranks(2, _compiled, str(tmp_path / "b"), TinyLM, saved["compiled"])[0][0]
     assert after_plain == pytest.approx(after_compiled, rel=1e-9)
 
 
-# ------------------------------------------------------------------------------------------------- callbacks of Lightning
+# ------------------------------------------------------------------------------------------------- Lightning callbacks
 class Scheduled(TinyLM):
     """Logs a validation value that differs between ranks, and a schedule."""
 

@@ -4,17 +4,18 @@ A DTensor knows its mesh and placements; what files need is a box: offset and si
 computes it, and everything that saves or loads works on pieces.
 
 FSDP2 over what an expert mesh already shards along the same dimension makes a strided placement: the expert mesh cuts
-first, FSDP2 cuts what it left. Where sizes do not divide, torch's own offsets for that placement are wrong (6 experts
-on 2 x 2 ranks), so they are computed here by cutting in that order.
+first, FSDP2 cuts what it left. The boxes are computed here by cutting in that order, since torch's own rule for the
+placement gives parts to other ranks where sizes do not divide (7 rows over 3 x 2 ranks).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 
 from lightning_longmoe import _compat
 
@@ -54,7 +55,7 @@ def piece_of(tensor: Tensor) -> Piece | None:
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         return None
-    offset, size = _box(tensor, tuple(coordinate))
+    offset, size = box(tuple(tensor.shape), tensor.placements, tuple(tensor.device_mesh.shape), tuple(coordinate))
     if size != tuple(local.shape):
         raise ValueError(
             f"A tensor of shape {tuple(tensor.shape)} placed as {tensor.placements} on {tensor.device_mesh} should have"
@@ -64,20 +65,26 @@ def piece_of(tensor: Tensor) -> Piece | None:
     return Piece(tuple(tensor.shape), offset, local) if local.numel() else None
 
 
-def _box(tensor: DTensor, coordinate: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Offset and size of the part at ``coordinate`` of the mesh: strided placements cut last."""
-    size, offset = list(tensor.shape), [0] * tensor.ndim
+def box(
+    shape: tuple[int, ...], placements: Sequence[Placement], mesh: tuple[int, ...], coordinate: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Offset and size of the part at ``coordinate`` of a mesh of size ``mesh``; strided placements cut last.
+
+    Raises:
+        ValueError: a placement that is neither a shard nor a replica.
+    """
+    size, offset = list(shape), [0] * len(shape)
     first, last = [], []
-    for axis, placement in enumerate(tensor.placements):
+    for axis, placement in enumerate(placements):
         if _compat.is_strided_shard(placement):
             last.append(axis)
         elif isinstance(placement, Shard):
             first.append(axis)
         elif not placement.is_replicate():
-            raise ValueError(f"A tensor placed as {tensor.placements} cannot be saved: only shards and replicas can.")
+            raise ValueError(f"A tensor placed as {tuple(placements)} cannot be saved: only shards and replicas can.")
     for axis in first + last:
-        dim = tensor.placements[axis].dim  # type: ignore[attr-defined]
-        chunk = -(-size[dim] // tensor.device_mesh.size(axis))
+        dim = placements[axis].dim  # type: ignore[attr-defined]
+        chunk = -(-size[dim] // mesh[axis])
         start = min(chunk * coordinate[axis], size[dim])
         offset[dim] += start
         size[dim] = min(chunk, size[dim] - start)

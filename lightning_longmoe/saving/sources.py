@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
@@ -93,7 +94,7 @@ def open_source(path: Path, weights_only: bool | None) -> Source:
         raise CheckpointError(f"Cannot load {path}: {missing_part(path)}.{hint}")
     real = real or path
     if real != path:
-        warnings.warn(f"{path} was being replaced when a save was interrupted; its content is taken from {real}.")
+        rank_zero_warn(f"{path} was being replaced when a save was interrupted; its content is taken from {real}.")
     return FolderSource(real, weights_only) if real.is_dir() else FileSource(real, weights_only)
 
 

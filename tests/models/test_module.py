@@ -53,7 +53,12 @@ def loader(items: list[Any]) -> DataLoader[Any]:
 
 
 def trainer(tmp_path: Path | str, **options: Any) -> pl.Trainer:
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "enable_checkpointing": False}
+    quiet = {
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "logger": False,
+        "enable_checkpointing": False,
+    }
     return pl.Trainer(accelerator="cpu", default_root_dir=str(tmp_path), **({"devices": 1} | quiet | options))
 
 

@@ -38,7 +38,7 @@ class Tiny(nn.Module):
         self.embedding = nn.Embedding(7, 4)
         self.experts = Stack(experts)
         self.narrow = nn.Linear(4, 3)
-        self.half = nn.Linear(4, 2, bias=False).bfloat16()
+        self.rounded = nn.Linear(4, 2, bias=False).bfloat16()
         self.norm = nn.BatchNorm1d(4)
         self.head = nn.Linear(4, 7, bias=False)
         self.head.weight = self.embedding.weight
@@ -72,6 +72,7 @@ def shard(module: Tiny, layout: Layout) -> Tiny:
         mesh = init_device_mesh("cpu", size, mesh_dim_names=("replicate", "shard"))
     else:
         mesh = init_device_mesh("cpu", (world,))
+    fully_shard(module.rounded, mesh=mesh)  # a unit has one data type
     fully_shard(module, mesh=mesh, ignored_params=outside)
     return module
 
