@@ -62,14 +62,6 @@ def full_tensors(state: dict[str, Any]) -> dict[str, Any]:
     return gathered
 
 
-def local_shape_and_offset(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and global offset of this rank's part of a DTensor, also where FSDP2 shards what is already sharded."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)  # type: ignore[attr-defined]
-    return tuple(shape), tuple(offset)
-
-
 def plain_class(module: nn.Module) -> type[nn.Module]:
     """The class of a module before ``fully_shard`` swapped in a subclass of (FSDPModule, that class)."""
     kind = type(module)

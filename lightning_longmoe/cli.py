@@ -7,16 +7,20 @@ command is one line in ``COMMANDS``.
 
 from __future__ import annotations
 
+import atexit
 import difflib
 import inspect
 import os
 import re
 import sys
+import time
 import typing
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+import torch.distributed as dist
 from jsonargparse import Namespace, set_docstring_parse_options
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
@@ -81,6 +85,8 @@ def run_trainer(arguments: list[str]) -> None:
     """``longmoe fit|validate|test|predict ...``."""
     if os.getcwd() not in sys.path:  # modules of the current folder can be named, as under `python -m`
         sys.path.append(os.getcwd())
+    atexit.register(leave_process_group)
+    warnings.filterwarnings("ignore", message=".*treespec, LeafSpec.*")  # Lightning's own, nothing for a user to do
     set_docstring_parse_options(attribute_docstrings=True)
     # argparse's own usage names all options, and would push an error out of sight.
     usages = {name: {"usage": f"longmoe {name} [options]"} for name in TRAINER_COMMANDS}
@@ -93,6 +99,13 @@ def run_trainer(arguments: list[str]) -> None:
         save_config_kwargs={"overwrite": True},
         args=arguments,
     )
+
+
+def leave_process_group() -> None:
+    """Give gloo's threads time to end: a process that exits under them may abort, after a run that went well."""
+    if dist.is_available() and dist.is_initialized() and "gloo" in str(dist.get_backend()):
+        dist.destroy_process_group()
+        time.sleep(0.5)
 
 
 class LongMoECLI(LightningCLI):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_longmoe import _compat
+from lightning_longmoe.runtime.pieces import box
 
 
 def has_meta(module: nn.Module) -> bool:
@@ -147,7 +148,11 @@ def _local_slice(parameter: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shape and global offset of this rank's part."""
     if not isinstance(parameter, DTensor):
         return tuple(parameter.shape), (0,) * parameter.ndim
-    return _compat.local_shape_and_offset(parameter)
+    mesh = parameter.device_mesh
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None, "every rank is in every mesh of ours"
+    offset, shape = box(tuple(parameter.shape), parameter.placements, tuple(mesh.shape), tuple(coordinate))
+    return shape, offset
 
 
 def _with_local(parameter: nn.Parameter, local: Tensor) -> nn.Parameter:

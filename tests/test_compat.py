@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_longmoe import _compat
@@ -63,22 +63,40 @@ def test_fsdp_modules_tell_their_class_their_root_and_their_local_part() -> None
         assert shape == (2, 3)
 
 
-def _strided_slices() -> tuple[tuple[int, ...], tuple[int, ...], bool]:
+def _strided_placement() -> tuple[bool, bool]:
     root = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "expert"))
-    full = torch.arange(24.0).view(8, 3)
-    home = full.chunk(2)[root["expert"].get_local_rank()].clone()
     layer = nn.Module()
-    layer.weight = nn.Parameter(DTensor.from_local(home, root["expert"], [Shard(0)]))
+    layer.weight = nn.Parameter(DTensor.from_local(torch.ones(4, 3), root["expert"], [Shard(0)]))
     fully_shard(layer, mesh=root["shard"])
-    shape, offset = _compat.local_shape_and_offset(layer.weight)
-    expected = full[offset[0] : offset[0] + shape[0]]
-    return shape, offset, torch.equal(_compat.local_tensor(layer.weight), expected)
+    outer, inner = layer.weight.placements
+    return _compat.is_strided_shard(outer), _compat.is_strided_shard(inner)
 
 
-def test_the_slice_of_a_doubly_sharded_tensor_is_known() -> None:
-    results = run_on_ranks(4, _strided_slices)
-    assert all(equal for _, _, equal in results)
-    assert sorted(offset for _, offset, _ in results) == [(0, 0), (2, 0), (4, 0), (6, 0)]
+def test_a_dimension_that_two_meshes_shard_is_recognised() -> None:
+    assert run_on_ranks(4, _strided_placement)[0] == (True, False)
+
+
+def _store_and_units() -> tuple[bytes, list[tuple[tuple[int, ...], torch.dtype | None]]]:
+    _compat.default_store().set("longmoe/test", "here")
+    layer = nn.Linear(3, 4)
+    fully_shard(layer, mesh=init_device_mesh("cpu", (2,)), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    units = [(tuple(parameter.shape), dtype) for parameter, dtype in _compat.unit_parameters(layer)]
+    return _compat.default_store().get("longmoe/test"), units
+
+
+def test_the_default_store_and_the_parameters_of_a_unit_are_found() -> None:
+    value, units = run_on_ranks(2, _store_and_units)[0]
+    assert value == b"here"
+    assert units == [((4, 3), torch.bfloat16), ((4,), torch.bfloat16)]
+
+
+def test_wrapper_names_are_those_that_torch_puts_into_parameter_names() -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    names = [n for n, _ in torch.compile(nn.Linear(1, 1)).named_parameters()]
+    assert names[0].split(".")[0] == _compat.WRAPPER_NAMES[0]
+    wrapped = nn.Sequential(checkpoint_wrapper(nn.Linear(1, 1)))
+    assert any(_compat.WRAPPER_NAMES[1] in name for name, _ in wrapped.named_modules())
 
 
 def _full() -> dict[str, torch.Tensor]:

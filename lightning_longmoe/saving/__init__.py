@@ -9,7 +9,7 @@ Glossary: *fqn* - a parameter's name in the module, without what wrappers add; *
 this rank holds; *staging folder* - where a checkpoint grows until it is complete; *commit* - the one rename that puts
 it in place; *control group* - all ranks, over gloo.
 
-Reading order: ``pieces`` (where a shard lies in its tensor), ``state`` (names of parameters, optimizer state),
+Reading order: ``runtime.pieces`` (where a shard lies in its tensor), ``state`` (names of parameters, optimizer state),
 ``contents`` (what goes where), ``commit`` (files and renames), ``agreement`` (errors on all ranks alike), ``gathering``
 and ``writing``, ``sources`` and ``reading``, ``consolidate``.
 """

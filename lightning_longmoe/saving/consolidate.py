@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
+from lightning_longmoe.runtime.pieces import Piece
 from lightning_longmoe.saving.agreement import CheckpointError
 from lightning_longmoe.saving.commit import staged
 from lightning_longmoe.saving.contents import ordinary_checkpoint
-from lightning_longmoe.saving.pieces import Piece
 from lightning_longmoe.saving.sources import FolderSource, open_source
 from lightning_longmoe.saving.writing import write_file
 

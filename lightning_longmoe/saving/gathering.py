@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_longmoe.runtime.pieces import Piece, piece_of
 from lightning_longmoe.saving.agreement import (
     CheckpointError,
     ControlGroup,
@@ -18,7 +19,6 @@ from lightning_longmoe.saving.agreement import (
     size_and_rank,
 )
 from lightning_longmoe.saving.contents import KeyPath
-from lightning_longmoe.saving.pieces import Piece, piece_of
 
 
 def own_pieces(tensors: dict[KeyPath, Tensor], group: ControlGroup) -> dict[KeyPath, Piece]:

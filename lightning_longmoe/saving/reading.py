@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_longmoe._compat import local_tensor
+from lightning_longmoe.runtime.pieces import Piece, like_parameter, piece_of
 from lightning_longmoe.saving.agreement import CheckpointError, ControlGroup, broadcast_from_zero, on_all_ranks
-from lightning_longmoe.saving.pieces import Piece, like_parameter, piece_of
 from lightning_longmoe.saving.sources import Saved, SavedOptimizer, Source, open_source
 from lightning_longmoe.saving.state import (
     EXTRA_STATE,

@@ -22,10 +22,10 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from lightning_longmoe.runtime.pieces import Piece
 from lightning_longmoe.saving.agreement import CheckpointError
 from lightning_longmoe.saving.commit import META_FILE, missing_part, newest_complete, resolve
 from lightning_longmoe.saving.contents import FORMAT_VERSION, KeyPath
-from lightning_longmoe.saving.pieces import Piece
 from lightning_longmoe.saving.state import clean_name
 
 

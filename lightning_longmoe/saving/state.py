@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from lightning_longmoe._compat import WRAPPER_NAMES, local_tensor
-from lightning_longmoe.saving.pieces import as_sharded, is_local_part
+from lightning_longmoe.runtime.pieces import as_sharded, is_local_part
 
 EXTRA_STATE = "_extra_state"
 """Last part of the state-dict key under which torch keeps what ``nn.Module.get_extra_state`` returns."""

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
+from lightning_longmoe.runtime.pieces import Piece
 from lightning_longmoe.saving.agreement import (
     CheckpointError,
     ControlGroup,
@@ -36,7 +37,6 @@ from lightning_longmoe.saving.agreement import (
 from lightning_longmoe.saving.commit import META_FILE, staged
 from lightning_longmoe.saving.contents import KeyPath, flat_keys, ordinary_checkpoint, split
 from lightning_longmoe.saving.gathering import as_bytes, gather, own_pieces
-from lightning_longmoe.saving.pieces import Piece
 from lightning_longmoe.saving.state import clean_name
 
 WHAT = "save_checkpoint"

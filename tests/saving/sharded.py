@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightning_longmoe import saving
-from lightning_longmoe.saving.pieces import piece_of
+from lightning_longmoe.runtime.pieces import piece_of
 
 STEPS = 2
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from lightning_longmoe import saving
-from lightning_longmoe.saving.pieces import box, piece_of
+from lightning_longmoe.runtime.pieces import box, piece_of
 from tests.pool import run_on_ranks
 from tests.saving import sharded
 from tests.saving.sharded import Layout, assert_equal, load, reference
