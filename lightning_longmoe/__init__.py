@@ -10,10 +10,12 @@ from lightning_longmoe.config import (
     ExpertLayout,
     FSDPConfig,
     ParallelConfig,
+    PipelinedLLEP,
     RecomputeConfig,
     SaveConfig,
 )
 from lightning_longmoe.data import LongTextDataModule
+from lightning_longmoe.dispatch import pipelined_llep, plan_dispatch
 from lightning_longmoe.models import CausalLMHead, CausalLMModule, MoELayer
 from lightning_longmoe.strategy import LongMoEStrategy
 
@@ -29,8 +31,11 @@ __all__ = [
     "LongTextDataModule",
     "MoELayer",
     "ParallelConfig",
+    "PipelinedLLEP",
     "RecomputeConfig",
     "SaveConfig",
+    "pipelined_llep",
+    "plan_dispatch",
 ]
 
 LongMoEStrategy.register_strategies(StrategyRegistry)

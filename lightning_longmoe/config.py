@@ -160,3 +160,43 @@ def as_config(value: Any, kind: type[T], name: str) -> T:
     raise ValueError(
         f"{name}={value!r} is not allowed: give a {kind.__name__}(...) or a mapping of its fields {fields}."
     )
+
+
+def as_operator(value: Any, kind: type[T], name: str) -> Union[T, Literal["auto"], None]:
+    """As `as_config`, for an operator's argument, which may also be "auto" or None (off)."""
+    if value is None or value == "auto":
+        return value
+    if isinstance(value, str):
+        raise ValueError(f"{name}={value!r} is not allowed: give 'auto', None or a {kind.__name__}(...).")
+    return as_config(value, kind, name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelinedLLEP:
+    """Chunked, least-loaded expert dispatch (arXiv 2609.14306, Eq. 1; the assignment of arXiv 2601.17111)."""
+
+    tokens_per_chunk: int = 4096
+    """Tokens of one rank in one chunk. Buffers grow with it, not with the sequence and not with the routing."""
+    max_chunks: Union[int, None] = 10
+    """Largest number of chunks; where it binds, a chunk holds more tokens than ``tokens_per_chunk``. None: no limit."""
+    capacity_factor: float = 1.0
+    """Rows that a rank may be assigned, as a multiple of the even share; below 1 it counts as 1."""
+    min_tokens_per_gemm: int = 1024
+    """Fewest rows of an expert that are split off for another rank, unless they are the last of that expert."""
+    imbalance_threshold: float = 1.3
+    """Largest over mean load of the ranks from which on experts' rows are moved; below it every row goes home. 1: rows
+    are always moved."""
+    depth: int = 2
+    """Chunks in flight. 2: a chunk travels while another is computed. 1: one after the other, with smaller buffers."""
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "tokens_per_chunk", "min_tokens_per_gemm")
+        if self.max_chunks is not None:
+            _require_positive(self, "max_chunks")
+        _require_choice(self, "depth", (1, 2))
+        for name, least in (("capacity_factor", 0.0), ("imbalance_threshold", 1.0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value < float("inf"):
+                raise ValueError(f"PipelinedLLEP({name}={value!r}) is not allowed: give a number of at least {least}.")
+        if self.capacity_factor == 0:
+            raise ValueError("PipelinedLLEP(capacity_factor=0) is not allowed: give a number above 0.")

@@ -8,15 +8,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_longmoe import _compat
-from lightning_longmoe.config import FSDPConfig, ParallelConfig, RecomputeConfig
+from lightning_longmoe.config import FSDPConfig, ParallelConfig, PipelinedLLEP, RecomputeConfig
+from lightning_longmoe.dispatch.pipelined import PipelinedDispatch
 from lightning_longmoe.dispatch.plain import PlainDispatch
 from lightning_longmoe.layout import Layout, plan_layout
 from lightning_longmoe.models.experts import Experts
@@ -36,10 +39,12 @@ class Takeover:
 
     Attributes:
         rows: operator, module names, and a remark or the reason why something stayed plain.
+        decisions: what "auto" came to, by the name of the strategy's argument; saved in checkpoints.
         reduction: what every head and MoE layer got to sum over all ranks.
     """
 
     rows: list[tuple[str, str, str]] = field(default_factory=list)
+    decisions: dict[str, str] = field(default_factory=dict)
     reduction: TokenReduction = field(default_factory=TokenReduction)
 
 
@@ -62,7 +67,12 @@ def parallelized(module: nn.Module) -> Parallelized | None:
 
 
 def parallelize(
-    module: nn.Module, meshes: Meshes, fsdp: FSDPConfig, recompute: RecomputeConfig, precision: LongMoEPrecision
+    module: nn.Module,
+    meshes: Meshes,
+    fsdp: FSDPConfig,
+    recompute: RecomputeConfig,
+    dispatch: PipelinedLLEP | Literal["auto"] | None,
+    precision: LongMoEPrecision,
 ) -> Takeover:
     """Shard ``module`` (a LightningModule) in place.
 
@@ -71,6 +81,7 @@ def parallelize(
         meshes: the groups.
         fsdp: units and policy.
         recompute: activation checkpointing.
+        dispatch: how tokens travel to their experts.
         precision: gives the mixed-precision policy.
 
     Raises:
@@ -79,7 +90,7 @@ def parallelize(
     takeover = Takeover(reduction=TokenReduction(meshes.world_group, meshes.layout.world_size))
     refuse_foreign_wrappers(module)
     blocks = find_blocks(module, fsdp.blocks)
-    _shard_experts(module, meshes, takeover)
+    _shard_experts(module, meshes, dispatch, takeover)
     _recompute_blocks(module, blocks, recompute, takeover)
     _fully_shard_all(module, blocks, meshes, fsdp, precision, takeover)
     _connect_reduction(module, takeover)
@@ -165,28 +176,65 @@ def _free_experts(module: nn.Module) -> list[tuple[str, Experts]]:
 # ---------------------------------------------------------------------------------------------------------------------
 # The steps
 # ---------------------------------------------------------------------------------------------------------------------
-def _shard_experts(module: nn.Module, meshes: Meshes, takeover: Takeover) -> None:
+def _shard_experts(
+    module: nn.Module, meshes: Meshes, setting: PipelinedLLEP | Literal["auto"] | None, takeover: Takeover
+) -> None:
     """Leave each rank its home experts, as ``Shard(0)`` DTensors on the expert mesh, and connect the dispatch."""
-    size = meshes.layout.expert_size
     stacks = _free_experts(module)
-    held = [name for name, child in module.named_modules() if isinstance(child, Experts)]
-    if size == 1 or meshes.expert is None:
-        if held:
-            takeover.rows.append(("experts", _join(held), "each rank computes its own tokens (expert parallel size 1)"))
-        return
-    group, rank = meshes.expert.get_group(), meshes.expert.get_local_rank()
-    dispatch = PlainDispatch(group)
+    config, why = _choose_dispatch(setting, meshes.layout.expert_size, bool(stacks))
+    takeover.decisions["dispatch"] = "plain" if config is None else "PipelinedLLEP"
+    group = None
+    if meshes.expert is not None:
+        group = meshes.expert.get_group()
+        for _, experts in stacks:
+            _keep_home_experts(experts, meshes.expert)
+            experts.gradient_scale = 1.0 / meshes.layout.expert_size
     for _, experts in stacks:
-        for name, parameter in list(experts.named_parameters(recurse=False)):
-            local = parameter.detach().chunk(size)[rank].clone()
-            home = DTensor.from_local(local, meshes.expert, [Shard(0)], run_check=False)
-            setattr(experts, name, nn.Parameter(home, requires_grad=parameter.requires_grad))
-        experts.dispatch = dispatch
-        experts.gradient_scale = 1.0 / size
-    takeover.rows.append(("dispatch", _join([name for name, _ in stacks]), f"all-to-all over {size} ranks, unchunked"))
+        if config is not None:
+            experts.dispatch = PipelinedDispatch(group, config)
+        elif group is not None:
+            experts.dispatch = PlainDispatch(group)
+    if stacks:
+        takeover.rows.append(("dispatch", _join([name for name, _ in stacks]), why))
+    held = [name for name, child in module.named_modules() if isinstance(child, Experts)]
     if len(stacks) < len(held):
         plain = sorted(set(held) - {name for name, _ in stacks})
         takeover.rows.append(("experts", _join(plain), "plain: `configure_model` sharded them already"))
+
+
+def _choose_dispatch(
+    setting: PipelinedLLEP | Literal["auto"] | None, size: int, experts: bool
+) -> tuple[PipelinedLLEP | None, str]:
+    """The operator's config, or None for the plain dispatch, and why.
+
+    Raises:
+        ValueError: an explicit config, and no experts to apply it to.
+    """
+    where = f"over {size} ranks" if size > 1 else "on each rank for itself"
+    if isinstance(setting, PipelinedLLEP):
+        if not experts:
+            raise ValueError(
+                "dispatch=PipelinedLLEP(...) cannot apply: the module has no MoELayer or Experts that `configure_model`"
+                " left unsharded. Use dispatch='auto' or None."
+            )
+        return setting, f"PipelinedLLEP {where}: {_describe(setting)}"
+    if setting == "auto" and size > 1:
+        config = PipelinedLLEP()
+        return config, f"PipelinedLLEP {where} (auto: experts are spread): {_describe(config)}"
+    reason = "dispatch=None" if setting is None else "auto: expert parallel size 1"
+    return None, f"plain, unchunked, {where} ({reason})"
+
+
+def _describe(config: PipelinedLLEP) -> str:
+    most = "" if config.max_chunks is None else f", at most {config.max_chunks} chunks"
+    return f"chunks of {config.tokens_per_chunk} tokens{most}, depth {config.depth}"
+
+
+def _keep_home_experts(experts: Experts, mesh: DeviceMesh) -> None:
+    for name, parameter in list(experts.named_parameters(recurse=False)):
+        local = parameter.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
+        home = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+        setattr(experts, name, nn.Parameter(home, requires_grad=parameter.requires_grad))
 
 
 def _recompute_blocks(

@@ -29,9 +29,11 @@ from lightning_longmoe.config import (
     BatchConfig,
     FSDPConfig,
     ParallelConfig,
+    PipelinedLLEP,
     RecomputeConfig,
     SaveConfig,
     as_config,
+    as_operator,
 )
 from lightning_longmoe.environment import choose_launcher, refuse_unusable_environment
 from lightning_longmoe.layout import Layout
@@ -70,7 +72,8 @@ class LongMoEStrategy(ModelParallelStrategy):
         fsdp: units and policy of FSDP2.
         recompute: activation checkpointing.
         batch: which tensors run along the sequence, who shifts the labels, how an accumulation window is normalised.
-        dispatch: how tokens travel to their experts. "auto" and None: plain, unchunked all-to-all.
+        dispatch: how tokens travel to their experts. "auto": PipelinedLLEP where experts are spread over ranks. None:
+            the plain, unchunked all-to-all.
         saving: how checkpoints are written.
         launcher: "script" runs the script once for each device; "fork" and "spawn" start processes from a notebook.
         process_group_backend: None takes "nccl" for GPUs and "gloo" for the CPU.
@@ -88,7 +91,7 @@ class LongMoEStrategy(ModelParallelStrategy):
         fsdp: FSDPConfig = FSDPConfig(),
         recompute: RecomputeConfig = RecomputeConfig(),
         batch: BatchConfig = BatchConfig(),
-        dispatch: Literal["auto"] | None = "auto",
+        dispatch: PipelinedLLEP | Literal["auto"] | None = "auto",
         saving: SaveConfig = SaveConfig(),
         launcher: Literal["script", "fork", "spawn"] = "script",
         process_group_backend: str | None = None,
@@ -96,8 +99,6 @@ class LongMoEStrategy(ModelParallelStrategy):
     ) -> None:
         if timeout_s <= 0:
             raise ValueError(f"LongMoEStrategy(timeout_s={timeout_s}) must be above 0 seconds.")
-        if dispatch not in ("auto", None):
-            raise ValueError(f"LongMoEStrategy(dispatch={dispatch!r}) is not allowed. Choose 'auto' or None.")
         if launcher not in ("script", "fork", "spawn"):
             raise ValueError(f"LongMoEStrategy(launcher={launcher!r}): choose 'script', 'fork' or 'spawn'.")
         self.parallel = as_config(parallel, ParallelConfig, "parallel")
@@ -105,7 +106,7 @@ class LongMoEStrategy(ModelParallelStrategy):
         self.recompute = as_config(recompute, RecomputeConfig, "recompute")
         self.batch = as_config(batch, BatchConfig, "batch")
         self.saving = as_config(saving, SaveConfig, "saving")
-        self.dispatch = dispatch
+        self.dispatch = as_operator(dispatch, PipelinedLLEP, "dispatch")
         self.timeout = timedelta(seconds=timeout_s)
         super().__init__(
             save_distributed_checkpoint=self.saving.sharded,
@@ -124,7 +125,8 @@ class LongMoEStrategy(ModelParallelStrategy):
             name: dataclasses.asdict(getattr(self, name))
             for name in ("parallel", "fsdp", "recompute", "batch", "saving")
         }
-        return {**groups, "dispatch": self.dispatch}
+        dispatch = self.dispatch
+        return {**groups, "dispatch": dataclasses.asdict(dispatch) if dataclasses.is_dataclass(dispatch) else dispatch}
 
     def __repr__(self) -> str:
         """Also what Lightning shows when a Trainer of the other package, pytorch_lightning, refuses this object."""
@@ -248,7 +250,9 @@ class LongMoEStrategy(ModelParallelStrategy):
     def _parallelize(self, module: pl.LightningModule) -> None:
         self.precision_plugin.convert_module(module)
         agree_on_initial_values(module, self.meshes.control)
-        takeover = parallelize(module, self.meshes, self.fsdp, self.recompute, self.precision_plugin)
+        takeover = parallelize(
+            module, self.meshes, self.fsdp, self.recompute, self.dispatch, self.precision_plugin
+        )
         materialize(module, self.root_device, agreed_seed(self.meshes.control))
         move_to_device(module, self.root_device)
         check_every_parameter_is_sharded(module)
@@ -444,6 +448,7 @@ class LongMoEStrategy(ModelParallelStrategy):
         checkpoint["longmoe"] = {
             "config": self.config(),
             "layout": dataclasses.asdict(self.layout),
+            "decisions": self.takeover.decisions,
             "resume": saving.gather_per_rank(self.batches.resume_state(), control),
         }
         save = saving.save_sharded if self.saving.sharded else saving.save_single_file

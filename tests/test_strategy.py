@@ -63,7 +63,8 @@ def test_a_mapping_is_taken_for_a_config_and_an_unknown_field_is_named() -> None
     [
         ({"timeout_s": 0}, "above 0"),
         ({"launcher": "slurm"}, "'script', 'fork' or 'spawn'"),
-        ({"dispatch": "fast"}, "'auto' or None"),
+        ({"dispatch": "fast"}, "'auto', None or a PipelinedLLEP"),
+        ({"dispatch": {"depth": 3}}, "depth=3"),
     ],
 )
 def test_settings_that_no_world_allows_are_refused_at_construction(settings: dict[str, Any], message: str) -> None:
