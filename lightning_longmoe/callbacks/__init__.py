@@ -6,7 +6,8 @@ unit: ``_s`` seconds, ``_gib`` 2^30 bytes, ``_per_s``. Words: *step* = one optim
 """
 
 from lightning_longmoe.callbacks.baseline import UnigramBaseline
+from lightning_longmoe.callbacks.load import ExpertLoadMonitor
 from lightning_longmoe.callbacks.memory import PeakMemoryMonitor
 from lightning_longmoe.callbacks.throughput import ThroughputMonitor
 
-__all__ = ["PeakMemoryMonitor", "ThroughputMonitor", "UnigramBaseline"]
+__all__ = ["ExpertLoadMonitor", "PeakMemoryMonitor", "ThroughputMonitor", "UnigramBaseline"]

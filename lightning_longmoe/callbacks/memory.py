@@ -10,6 +10,8 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lightning_longmoe.callbacks.tracked_bytes import TrackedBytes
+from lightning_longmoe.dispatch import PipelinedDispatch
+from lightning_longmoe.models.experts import Experts
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -24,7 +26,8 @@ class PeakMemoryMonitor(Callback):
     tensors) and ``longmoe/peak_reserved_gib`` (taken from the device). On the CPU, which has no such counters:
     ``longmoe/peak_tracked_gib``, the bytes of live tensors, by following every operation of the training steps; that
     slows small models visibly. Each is the largest over the ranks; the same key with ``_rank0`` before ``_gib`` is
-    rank 0's own. Validation is not measured. Ranks exchange figures only at the steps that Lightning logs.
+    rank 0's own. ``longmoe/peak_dispatch_gib`` is what PipelinedLLEP booked in the worst layer, weights and gradients
+    counted in. Validation is not measured. Ranks exchange figures only at the steps that Lightning logs.
     """
 
     def __init__(self) -> None:
@@ -58,6 +61,8 @@ class PeakMemoryMonitor(Callback):
     ) -> None:
         self._leave()
         for key, size in self._measured(trainer.strategy.root_device).items():
+            self._peaks[key] = max(size, self._peaks.get(key, 0))
+        for key, size in operator_peaks(pl_module).items():
             self._peaks[key] = max(size, self._peaks.get(key, 0))
         step, every = trainer.global_step, trainer.log_every_n_steps  # type: ignore[attr-defined]
         if every and step // every != self._last_step // every:
@@ -96,6 +101,17 @@ class PeakMemoryMonitor(Callback):
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._tracker = None
+
+
+def operator_peaks(module: pl.LightningModule) -> dict[str, int]:
+    """The largest booked bytes of each operator with a ledger since the last call, by key without its unit."""
+    peaks: dict[str, int] = {}
+    for child in module.modules():
+        if isinstance(child, Experts) and isinstance(child.dispatch, PipelinedDispatch):
+            ledger = child.dispatch.ledger
+            peaks["longmoe/peak_dispatch"] = max(ledger.peak_bytes, peaks.get("longmoe/peak_dispatch", 0))
+            ledger.reset_peak()
+    return peaks
 
 
 def lasting_tensors(trainer: pl.Trainer, module: pl.LightningModule) -> list[Any]:
