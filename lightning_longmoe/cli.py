@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import difflib
+import importlib
 import inspect
 import os
 import re
@@ -228,6 +229,19 @@ def run_consolidate(arguments: list[str]) -> None:
     consolidate_command(arguments[1:])
 
 
+BENCHES = ("dispatch",)
+
+
+def run_bench(arguments: list[str]) -> None:
+    """``longmoe bench NAME ...``: the module of that name in `lightning_longmoe.bench`."""
+    name = arguments[1] if len(arguments) > 1 else "--help"
+    if name not in BENCHES:
+        out = sys.stdout if name in ("-h", "--help") else sys.stderr
+        print(f"usage: longmoe bench {{{','.join(BENCHES)}}} [options]   (--help lists the options of each)", file=out)
+        sys.exit(0 if out is sys.stdout else 2)
+    importlib.import_module(f"lightning_longmoe.bench.{name}").main(arguments[2:])
+
+
 class Command(NamedTuple):
     """One command: called with all words after ``longmoe``, its own name first."""
 
@@ -237,6 +251,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     **{name: Command(run_trainer, help) for name, help in TRAINER_COMMANDS.items()},
+    "bench": Command(run_bench, "measure an operator beside its baselines"),
     "consolidate": Command(run_consolidate, "turn a checkpoint folder into one file that plain torch loads"),
 }
 
