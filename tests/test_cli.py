@@ -48,7 +48,7 @@ def write(folder: Path, text: str) -> str:
 def test_help_lists_every_command_with_one_line(arguments: list[str]) -> None:
     code, out, _ = run(*arguments)
     assert code == 0
-    assert set(COMMANDS) == {"fit", "validate", "test", "predict", "consolidate"}
+    assert set(COMMANDS) == {"fit", "validate", "test", "predict", "bench", "consolidate"}
     for name, command in COMMANDS.items():
         assert [line.split(maxsplit=1) for line in out.splitlines()].count([name, command.help]) == 1
 

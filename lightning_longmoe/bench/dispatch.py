@@ -77,7 +77,7 @@ def contestants(config: PipelinedLLEP = PipelinedLLEP()) -> dict[str, tuple[bool
 
 
 def booked_peaks(shape: DispatchShape) -> dict[str, dict[str, dict[str, float]]]:
-    """GiB of the worst rank by routing profile and contestant: all counted in, and beyond weights and their gradients."""
+    """GiB of the worst rank by profile and contestant: all counted in, and beyond weights and their gradients."""
     peaks: dict[str, dict[str, dict[str, float]]] = {}
     for profile in ("balanced", "30%/16", "80%/16", "95%/16"):
         peaks[profile] = {}
@@ -162,7 +162,8 @@ def _print(report: dict[str, Any]) -> None:
     console = Console()
     console.print(" - ".join(f"{key} {value}" for key, value in report["machine"].items()))
     for shape, profiles in report["booked"].items():
-        table = _table(f"Booked peak of the worst rank, {shape}, GiB: all (beyond weights and gradients)", *NAMES, "saved")
+        title = f"Booked peak of the worst rank, {shape}, GiB: all (beyond weights and gradients)"
+        table = _table(title, *NAMES, "saved")
         for profile, peaks in profiles.items():
             cells = [f"{peaks[name]['all_gib']:.2f} ({peaks[name]['working_gib']:.2f})" for name in NAMES]
             saved = 1 - peaks[NAMES[0]]["working_gib"] / peaks["unchunked LLEP"]["working_gib"]

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 
 
-def run_rounds(contestants: Mapping[str, Callable[[], Any]], rounds: int, device: torch.device) -> dict[str, list[float]]:
+def run_rounds(
+    contestants: Mapping[str, Callable[[], Any]], rounds: int, device: torch.device
+) -> dict[str, list[float]]:
     """Seconds of each contestant in each round, after one round that is not counted.
 
     Args:

@@ -71,9 +71,9 @@ def test_the_unchunked_baseline_runs_over_a_process_group() -> None:
 def test_small_integers_are_bitwise_equal_across_chunks_plans_and_depths(name: str) -> None:
     case = with_integers(CASES[name])
     expected = reference(case)
-    for tokens_per_chunk in (1, 3, 8, 1000):
+    for tokens_per_chunk in (3, 8, 1000):
         for threshold, smallest in ((1.0, 1), (1.0, 10), (HOME_ONLY, 1)):
-            for depth in (1, 2):
+            for depth in (1, 2) if smallest == 1 else (2,):
                 config = PipelinedLLEP(
                     tokens_per_chunk=tokens_per_chunk,
                     max_chunks=None,
