@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from lightning_longmoe.parallelize import Takeover
 
 
+LOG_WIDTH = 120
+
+
 def memory_rows(module: nn.Module) -> list[tuple[str, str, str]]:
     """Parameters, and the bytes that follow from them on this rank; what is not there yet is called predicted."""
     parameters = list(module.parameters())
@@ -61,7 +64,7 @@ def start_up_table(layout: Layout, takeover: Takeover, module: nn.Module) -> Tab
     for heading in ("what", "where", "how"):
         table.add_column(heading, overflow="fold")
     for name, size, who in layout.table():
-        if size == "1":
+        if size == "1" or (name.endswith("_shard") and layout.size(name.removesuffix("_shard")) == 1):
             continue
         table.add_row(f"group {name}", size, who)
     table.add_section()
@@ -72,7 +75,10 @@ def start_up_table(layout: Layout, takeover: Takeover, module: nn.Module) -> Tab
 
 def print_start_up_table(layout: Layout, takeover: Takeover, module: nn.Module) -> None:
     """Print it; the caller is rank 0."""
-    Console(soft_wrap=False).print(start_up_table(layout, takeover, module))
+    console = Console()
+    if not console.is_terminal:  # a log file has no width of its own
+        console = Console(width=LOG_WIDTH)
+    console.print(start_up_table(layout, takeover, module))
 
 
 def log_config(trainer: pl.Trainer, config: dict[str, Any]) -> None:

@@ -75,7 +75,7 @@ class _AttachTerm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, loss: Tensor, term: Tensor) -> Tensor:  # type: ignore[override]
         ctx.term = (term.dtype, term.device)
-        return loss.view_as(loss)
+        return loss.clone()  # a view would make FSDP2 warn about in-place operations
 
     @staticmethod
     @once_differentiable
