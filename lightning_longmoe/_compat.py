@@ -144,3 +144,10 @@ def skip_batch(source: Iterator[Any]) -> None:
 def next_indices(source: Any) -> Any:
     """Take the indices of the next batch off an iterator of a DataLoader over a map-style dataset."""
     return source._next_index()
+
+
+def is_placeholder(optimizer: Any) -> bool:
+    """Whether this is what Lightning uses when ``configure_optimizers`` returns None."""
+    from lightning.pytorch.core.optimizer import _MockOptimizer
+
+    return isinstance(optimizer, _MockOptimizer)

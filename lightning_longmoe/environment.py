@@ -10,6 +10,7 @@ import torch.distributed as dist
 from lightning_longmoe.launchers import NotebookLauncher
 
 if TYPE_CHECKING:
+    import lightning.pytorch as pl
     from lightning.pytorch.strategies.launchers.launcher import _Launcher
     from lightning.pytorch.strategies.parallel import ParallelStrategy
 
@@ -62,3 +63,17 @@ def refuse_unusable_environment(device: torch.device, world_size: int) -> None:
                 f"The process group that is already initialized uses the backend {str(backend)!r}, which cannot reduce"
                 " tensors on GPUs: initialize it with 'nccl' or 'cuda:nccl,cpu:gloo'."
             )
+
+
+def refuse_unusable_callbacks(trainer: pl.Trainer) -> None:
+    """Raise ValueError for callbacks of Lightning that copy weights and do not know sharded ones."""
+    from lightning.pytorch import callbacks
+
+    names = ("StochasticWeightAveraging", "WeightAveraging")
+    kinds = tuple(getattr(callbacks, name) for name in names if hasattr(callbacks, name))
+    found = [type(callback).__name__ for callback in trainer.callbacks if isinstance(callback, kinds)]  # type: ignore[attr-defined]
+    if found:
+        raise ValueError(
+            f"The callback {found[0]} averages whole weights and cannot average sharded ones: leave it out, or average"
+            " checkpoints afterwards (`longmoe consolidate` makes whole files of them)."
+        )

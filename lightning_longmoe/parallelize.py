@@ -6,6 +6,7 @@ Each step says in the returned `Takeover` what it took by module name and what i
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -291,6 +292,8 @@ def _fully_shard_all(
                 shard(child)
         elif isinstance(child, nn.Embedding) and not _is_tied(module, child):
             shard(child)
+    for child in _callable_children(module):
+        shard(child)
     shard(module)
     _enter_steps_through_root(module)
     sharded = [n for n, m in module.named_modules() if isinstance(m, FSDPModule)]
@@ -301,6 +304,20 @@ def _sharded_by_user(module: nn.Module) -> set[nn.Parameter]:
     """Parameters that are DTensors, and not because they are experts of ours."""
     ours = {p for m in module.modules() if isinstance(m, Experts) and m.dispatch is not None for p in m.parameters()}
     return {p for p in module.parameters() if p not in ours and isinstance(p, DTensor)}
+
+
+def _callable_children(module: nn.Module) -> list[nn.Module]:
+    """Children that become units of their own, so that hooks may call them outside the four steps.
+
+    Not containers, which have no forward, and not children that share a parameter: one unit must own it.
+    """
+    owners = Counter(id(p) for child in module.children() for p in child.parameters())
+    containers = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+    return [
+        child
+        for child in module.children()
+        if not isinstance(child, containers) and all(owners[id(p)] == 1 for p in child.parameters())
+    ]
 
 
 def _is_tied(module: nn.Module, embedding: nn.Embedding) -> bool:

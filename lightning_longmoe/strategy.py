@@ -35,7 +35,7 @@ from lightning_longmoe.config import (
     as_config,
     as_operator,
 )
-from lightning_longmoe.environment import choose_launcher, refuse_unusable_environment
+from lightning_longmoe.environment import choose_launcher, refuse_unusable_callbacks, refuse_unusable_environment
 from lightning_longmoe.layout import Layout
 from lightning_longmoe.loops import evaluate_without_inference_mode, reduce_tensor
 from lightning_longmoe.materialize import agree_on_initial_values, agreed_seed, materialize, move_to_device
@@ -232,6 +232,7 @@ class LongMoEStrategy(ModelParallelStrategy):
         assert self.accelerator is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
+        refuse_unusable_callbacks(trainer)
         evaluate_without_inference_mode(trainer)
         module = self.lightning_module
         self._meshes = self._choose_meshes(module)

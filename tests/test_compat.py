@@ -109,3 +109,10 @@ def test_a_state_dict_is_gathered() -> None:
     for state in run_on_ranks(2, _full):
         assert torch.equal(state["a"], torch.tensor([[0.0, 0.0], [1.0, 1.0]]))
         assert torch.equal(state["b"], torch.ones(1))
+
+
+def test_lightnings_placeholder_optimizer_is_recognised() -> None:
+    from lightning.pytorch.core.optimizer import _MockOptimizer
+
+    assert _compat.is_placeholder(_MockOptimizer())
+    assert not _compat.is_placeholder(torch.optim.SGD([torch.ones(1)]))

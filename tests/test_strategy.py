@@ -464,3 +464,58 @@ def test_labels_that_the_module_shifts_a_second_time_are_refused() -> None:
 def test_module_that_owns_no_head_keeps_its_labels() -> None:
     assert BatchConfig().labels_shifted is False
     assert not any(isinstance(m, CausalLMHead) for m in Dense().modules())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What ordinary projects do besides
+# ---------------------------------------------------------------------------------------------------------------------
+class Sampling(TinyLM):
+    """Runs its parts in hooks, outside the four steps."""
+
+    def on_train_epoch_end(self) -> None:
+        with torch.no_grad():
+            self.sampled = self.head(self.hidden(torch.zeros(1, 12, dtype=torch.long))).double().sum().item()
+
+
+def _fit_sampling() -> float:
+    import torch.distributed as dist
+
+    pl.seed_everything(11, verbose=False)
+    module = Sampling(lr=0.0).double()
+    _trainer(dist.get_world_size()).fit(module, _loader())
+    return module.sampled
+
+
+def test_parts_of_a_module_run_in_hooks_outside_the_steps() -> None:
+    pl.seed_everything(11, verbose=False)
+    module = TinyLM().double()
+    expected = module.head(module.hidden(torch.zeros(1, 12, dtype=torch.long))).double().sum().item()
+    assert run_on_ranks(2, _fit_sampling) == [pytest.approx(expected, rel=1e-9)] * 2
+
+
+class WithoutOptimizer(TinyLM):
+    def configure_optimizers(self) -> None:  # type: ignore[override]
+        return None
+
+
+def test_a_module_without_optimizer_runs_as_under_any_strategy() -> None:
+    run_on_ranks(2, _fit_class, WithoutOptimizer)
+
+
+class Flattening(TinyLM):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(self.parameters())
+
+
+def _fit_averaging() -> None:
+    import torch.distributed as dist
+    from lightning.pytorch.callbacks import StochasticWeightAveraging
+
+    _trainer(dist.get_world_size(), callbacks=[StochasticWeightAveraging(0.1)]).fit(TinyLM(), _loader())
+
+
+def test_what_cannot_work_on_sharded_parameters_is_refused_by_name() -> None:
+    with pytest.raises(RemoteError, match="LBFGS cannot update sharded parameters"):
+        run_on_ranks(2, _fit_class, Flattening)
+    with pytest.raises(RemoteError, match="StochasticWeightAveraging averages whole weights"):
+        run_on_ranks(2, _fit_averaging)

@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
+
+from lightning_longmoe import _compat
 
 
 @dataclass
@@ -54,7 +56,7 @@ def remap_optimizers(module: nn.Module, optimizers: Iterable[Optimizer], early: 
     live = dict(module.named_parameters(remove_duplicate=False))
     live_ids = {id(parameter) for parameter in live.values()}
     replaced = 0
-    optimizers = list(optimizers)
+    optimizers = [optimizer for optimizer in optimizers if not _compat.is_placeholder(optimizer)]
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             current = []
@@ -74,10 +76,17 @@ def remap_optimizers(module: nn.Module, optimizers: Iterable[Optimizer], early: 
                     replaced += 1
                 current.append(parameter)
             group["params"] = current
+        _refuse_lbfgs(optimizer)
         _refuse_fused_over_meshes(optimizer)
     if optimizers:
         _check_each_parameter_once(module, optimizers)
     return replaced
+
+
+def _refuse_lbfgs(optimizer: Optimizer) -> None:
+    """It flattens all parameters into one vector, which sharded parameters do not have."""
+    if isinstance(optimizer, LBFGS):
+        raise ValueError("LBFGS cannot update sharded parameters. Use a first-order optimizer, such as AdamW.")
 
 
 def _refuse_fused_over_meshes(optimizer: Optimizer) -> None:
