@@ -31,6 +31,8 @@ START_TIMEOUT_S = 180.0
 """How long a worker may take to import torch and Lightning on a busy machine."""
 GRACE_S = 2.0
 """How long the other ranks may still answer after one has failed."""
+STACKS_TIMEOUT_S = 5.0
+"""How long ranks that gave no answer may take to print where they stand."""
 OUTPUT_TAIL_CHARACTERS = 6000
 
 
@@ -126,6 +128,11 @@ class _Worker:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.process.pid or 0, signal.SIGUSR1)
 
+    def has_printed_stacks(self) -> bool:
+        """Whether the stack of the main thread, which comes last, is in the output to its end."""
+        text = self.output()
+        return "most recent call first" in text and text.rstrip().endswith("in <module>")
+
     def kill(self) -> None:
         self.process.kill()
         self.process.join()
@@ -209,7 +216,9 @@ def _answer_of(worker: _Worker) -> dict[str, Any] | None:
 def _describe_hang(silent: list[_Worker], answered: list[int], timeout_s: float) -> str:
     for worker in silent:
         worker.print_stacks()
-    time.sleep(0.3)  # they write their stacks
+    deadline = time.monotonic() + STACKS_TIMEOUT_S
+    while time.monotonic() < deadline and not all(worker.has_printed_stacks() for worker in silent):
+        time.sleep(0.1)
     ranks = [worker.rank for worker in silent]
     outputs = "\n".join(worker.output() for worker in silent)
     return f"No answer from ranks {ranks} within {timeout_s} s (ranks {answered} answered).\n{outputs}"
