@@ -6,7 +6,6 @@ Each step says in the returned `Takeover` what it took by module name and what i
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -32,6 +31,8 @@ from lightning_longmoe.runtime.meshes import Meshes
 from lightning_longmoe.runtime.reduction import TokenReduction
 
 STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
+EPOCH_METHODS = ("on_train_epoch_end", "on_validation_epoch_end", "on_test_epoch_end", "on_predict_epoch_end")
+"""Hooks in which projects run the module too, to sample from it; all ranks run them."""
 
 
 @dataclass
@@ -292,8 +293,6 @@ def _fully_shard_all(
                 shard(child)
         elif isinstance(child, nn.Embedding) and not _is_tied(module, child):
             shard(child)
-    for child in _callable_children(module):
-        shard(child)
     shard(module)
     _enter_steps_through_root(module)
     sharded = [n for n, m in module.named_modules() if isinstance(m, FSDPModule)]
@@ -304,20 +303,6 @@ def _sharded_by_user(module: nn.Module) -> set[nn.Parameter]:
     """Parameters that are DTensors, and not because they are experts of ours."""
     ours = {p for m in module.modules() if isinstance(m, Experts) and m.dispatch is not None for p in m.parameters()}
     return {p for p in module.parameters() if p not in ours and isinstance(p, DTensor)}
-
-
-def _callable_children(module: nn.Module) -> list[nn.Module]:
-    """Children that become units of their own, so that hooks may call them outside the four steps.
-
-    Not containers, which have no forward, and not children that share a parameter: one unit must own it.
-    """
-    owners = Counter(id(p) for child in module.children() for p in child.parameters())
-    containers = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-    return [
-        child
-        for child in module.children()
-        if not isinstance(child, containers) and all(owners[id(p)] == 1 for p in child.parameters())
-    ]
 
 
 def _is_tied(module: nn.Module, embedding: nn.Embedding) -> bool:
@@ -339,12 +324,12 @@ def _expert_placement(shards: int) -> Callable[[nn.Parameter], Shard]:
 
 
 def _enter_steps_through_root(module: nn.Module) -> None:
-    """Lightning calls ``training_step`` and not ``forward``: let the root's hooks run around each step."""
+    """Lightning calls ``training_step`` and not ``forward``: let the root's hooks run around steps and epoch hooks."""
     from lightning.pytorch.utilities.model_helpers import is_overridden
 
     if not isinstance(module, FSDPModule):
         return
-    for method in STEP_METHODS:
+    for method in (*STEP_METHODS, *EPOCH_METHODS):
         if is_overridden(method, module):  # type: ignore[arg-type]
             register_fsdp_forward_method(module, method)
 

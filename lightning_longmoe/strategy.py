@@ -374,6 +374,10 @@ class LongMoEStrategy(ModelParallelStrategy):
     # Loops
     # -----------------------------------------------------------------------------------------------------------------
     @override
+    def on_train_end(self) -> None:
+        reshard(self.lightning_module)  # type: ignore[arg-type]
+
+    @override
     def on_validation_start(self) -> None:
         self.batches.on_evaluation_start()
 
