@@ -12,12 +12,14 @@ from lightning_longmoe.config import (
     ParallelConfig,
     PipelinedLLEP,
     RecomputeConfig,
+    RingDTP,
     SaveConfig,
 )
 from lightning_longmoe.data import LongTextDataModule
 from lightning_longmoe.dispatch import pipelined_llep, plan_dispatch
 from lightning_longmoe.models import CausalLMHead, CausalLMModule, MoELayer
 from lightning_longmoe.strategy import LongMoEStrategy
+from lightning_longmoe.vocabulary import ring_cross_entropy, ring_log_probs
 
 __version__ = "0.1.0"
 
@@ -33,9 +35,12 @@ __all__ = [
     "ParallelConfig",
     "PipelinedLLEP",
     "RecomputeConfig",
+    "RingDTP",
     "SaveConfig",
     "pipelined_llep",
     "plan_dispatch",
+    "ring_cross_entropy",
+    "ring_log_probs",
 ]
 
 LongMoEStrategy.register_strategies(StrategyRegistry)

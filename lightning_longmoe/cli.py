@@ -229,7 +229,7 @@ def run_consolidate(arguments: list[str]) -> None:
     consolidate_command(arguments[1:])
 
 
-BENCHES = ("dispatch",)
+BENCHES = ("dispatch", "vocabulary")
 
 
 def run_bench(arguments: list[str]) -> None:

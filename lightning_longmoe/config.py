@@ -200,3 +200,20 @@ class PipelinedLLEP:
                 raise ValueError(f"PipelinedLLEP({name}={value!r}) is not allowed: give a number of at least {least}.")
         if self.capacity_factor == 0:
             raise ValueError("PipelinedLLEP(capacity_factor=0) is not allowed: give a number above 0.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RingDTP:
+    """Vocabulary projection and loss over a ring of vocabulary shards (arXiv 2609.14306, Eq. 2-3, Algorithm 2)."""
+
+    mode: Literal["auto", "weights", "activations"] = "auto"
+    """What travels around the ring. "weights": the vocabulary shards, past tokens that stay. "activations": the tokens,
+    past shards that stay. "auto": tokens where no rank has more of them than V / P, else shards."""
+    token_tile: int = 2048
+    """Most tokens of one tile of logits, and of one travelling piece where tokens travel."""
+    vocab_tile: int = 8192
+    """Most vocabulary rows of one tile of logits, and of one travelling piece where shards travel."""
+
+    def __post_init__(self) -> None:
+        _require_choice(self, "mode", ("auto", "weights", "activations"))
+        _require_positive(self, "token_tile", "vocab_tile")

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_longmoe import _compat
-from lightning_longmoe.config import FSDPConfig, ParallelConfig, PipelinedLLEP, RecomputeConfig
+from lightning_longmoe.config import FSDPConfig, ParallelConfig, PipelinedLLEP, RecomputeConfig, RingDTP
 from lightning_longmoe.dispatch.pipelined import PipelinedDispatch
 from lightning_longmoe.dispatch.plain import PlainDispatch
 from lightning_longmoe.layout import Layout, plan_layout
@@ -29,10 +29,22 @@ from lightning_longmoe.precision import LongMoEPrecision
 from lightning_longmoe.recompute import recompute_block
 from lightning_longmoe.runtime.meshes import Meshes
 from lightning_longmoe.runtime.reduction import TokenReduction
+from lightning_longmoe.vocabulary_takeover import (
+    join_names,
+    refuse_setting,
+    spread_modules,
+    spread_vocabulary,
+    vocabulary_outside,
+    vocabulary_placement,
+    vocabulary_size,
+)
 
 STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
 EPOCH_METHODS = ("on_train_epoch_end", "on_validation_epoch_end", "on_test_epoch_end", "on_predict_epoch_end")
 """Hooks in which projects run the module too, to sample from it; all ranks run them."""
+
+Placement = Callable[[int], Callable[[nn.Parameter], Shard]]
+"""From the number of FSDP2 shards to the dimension along which a parameter is split."""
 
 
 @dataclass
@@ -74,6 +86,7 @@ def parallelize(
     fsdp: FSDPConfig,
     recompute: RecomputeConfig,
     dispatch: PipelinedLLEP | Literal["auto"] | None,
+    vocabulary: RingDTP | Literal["auto"] | None,
     precision: LongMoEPrecision,
 ) -> Takeover:
     """Shard ``module`` (a LightningModule) in place.
@@ -84,6 +97,7 @@ def parallelize(
         fsdp: units and policy.
         recompute: activation checkpointing.
         dispatch: how tokens travel to their experts.
+        vocabulary: how the vocabulary is spread.
         precision: gives the mixed-precision policy.
 
     Raises:
@@ -93,6 +107,7 @@ def parallelize(
     refuse_foreign_wrappers(module)
     blocks = find_blocks(module, fsdp.blocks)
     _shard_experts(module, meshes, dispatch, takeover)
+    _spread_vocabulary(module, meshes, vocabulary, precision, takeover)
     _recompute_blocks(module, blocks, recompute, takeover)
     _fully_shard_all(module, blocks, meshes, fsdp, precision, takeover)
     _connect_reduction(module, takeover)
@@ -197,11 +212,11 @@ def _shard_experts(
         elif group is not None:
             experts.dispatch = PlainDispatch(group)
     if stacks:
-        takeover.rows.append(("dispatch", _join([name for name, _ in stacks]), why))
+        takeover.rows.append(("dispatch", join_names([name for name, _ in stacks]), why))
     held = [name for name, child in module.named_modules() if isinstance(child, Experts)]
     if len(stacks) < len(held):
         plain = sorted(set(held) - {name for name, _ in stacks})
-        takeover.rows.append(("experts", _join(plain), "plain: `configure_model` sharded them already"))
+        takeover.rows.append(("experts", join_names(plain), "plain: `configure_model` sharded them already"))
 
 
 def _choose_dispatch(
@@ -239,6 +254,23 @@ def _keep_home_experts(experts: Experts, mesh: DeviceMesh) -> None:
         setattr(experts, name, nn.Parameter(home, requires_grad=parameter.requires_grad))
 
 
+def _spread_vocabulary(
+    module: nn.Module,
+    meshes: Meshes,
+    setting: RingDTP | Literal["auto"] | None,
+    precision: LongMoEPrecision,
+    takeover: Takeover,
+) -> None:
+    """Leave each rank its rows of heads and embeddings, and connect the ring."""
+
+    def lookup_dtype(dtype: torch.dtype) -> torch.dtype | None:
+        return precision.policy(dtype, dtype, keep_dtype=False, cast=True).param_dtype
+
+    decision, rows = spread_vocabulary(module, meshes, setting, lookup_dtype)
+    takeover.decisions["vocabulary"] = decision
+    takeover.rows += rows
+
+
 def _recompute_blocks(
     module: nn.Module, blocks: dict[str, nn.Module], config: RecomputeConfig, takeover: Takeover
 ) -> None:
@@ -249,7 +281,7 @@ def _recompute_blocks(
     for block in chosen.values():
         recompute_block(block)
     why = "non-reentrant, one boundary each" if chosen else "no blocks found: set RecomputeConfig.blocks"
-    takeover.rows.append(("recompute", _join(list(chosen)), why))
+    takeover.rows.append(("recompute", join_names(list(chosen)), why))
 
 
 def _fully_shard_all(
@@ -265,26 +297,33 @@ def _fully_shard_all(
     taken = outside | _sharded_by_user(module)
     reduce_dtype = getattr(torch, fsdp.reduce_dtype)
 
-    def shard(child: nn.Module, *, experts: bool = False, keep_dtype: bool = False) -> None:
+    def shard(
+        child: nn.Module, owners: DeviceMesh | None = None, placement: Placement | None = None, keep_dtype: bool = False
+    ) -> None:
+        """``owners``: the mesh for what a group owns together, split further as ``placement`` says."""
         parameters = [p for p in child.parameters() if p not in taken]
-        if isinstance(child, FSDPModule) or not parameters:
-            return
-        mesh = meshes.expert_shard if experts and meshes.expert_shard is not None else meshes.shard
-        policy = precision.policy(reduce_dtype, parameters[0].dtype, keep_dtype=keep_dtype, cast=not experts)
+        if isinstance(child, FSDPModule) or not (parameters or child is module):
+            return  # the module itself becomes the root, with or without parameters of its own
+        dtype = next(iter(parameters or child.parameters())).dtype
+        mesh = meshes.shard if owners is None else owners
+        cast = not isinstance(child, Experts)
         fully_shard(
             child,
             mesh=mesh,
             reshard_after_forward=fsdp.reshard_after_forward,
-            mp_policy=policy,
-            shard_placement_fn=_expert_placement(mesh.size(mesh.ndim - 1)) if experts else None,
+            mp_policy=precision.policy(reduce_dtype, dtype, keep_dtype=keep_dtype, cast=cast),
+            shard_placement_fn=None if placement is None else placement(mesh.size(mesh.ndim - 1)),
             ignored_params=outside or None,
         )
 
+    spread = set(spread_modules(module))
     for child in module.modules():
         if isinstance(child, Experts):
-            shard(child, experts=True)
+            shard(child, meshes.expert_shard, _expert_placement)
         elif isinstance(child, Router) and precision.precision == "bf16-mixed":
             shard(child, keep_dtype=True)  # a unit of its own, or its weight would be gathered in bfloat16
+        elif child in spread and meshes.vocabulary_shard is not None:
+            shard(child, meshes.vocabulary_shard, vocabulary_placement)
     for block in blocks.values():
         shard(block)
     for child in module.modules():
@@ -296,12 +335,14 @@ def _fully_shard_all(
     shard(module)
     _enter_steps_through_root(module)
     sharded = [n for n, m in module.named_modules() if isinstance(m, FSDPModule)]
-    takeover.rows.append(("fsdp", _join([name or "root" for name in sharded]), f"over {meshes.shard.size()} ranks"))
+    units = join_names(name or "root" for name in sharded)
+    takeover.rows.append(("fsdp", units, f"over {meshes.shard.size()} ranks"))
 
 
 def _sharded_by_user(module: nn.Module) -> set[nn.Parameter]:
-    """Parameters that are DTensors, and not because they are experts of ours."""
+    """Parameters that are DTensors, and not because they are experts or vocabulary rows of ours."""
     ours = {p for m in module.modules() if isinstance(m, Experts) and m.dispatch is not None for p in m.parameters()}
+    ours |= {p for m in spread_modules(module) for p in m.parameters(recurse=False)}
     return {p for p in module.parameters() if p not in ours and isinstance(p, DTensor)}
 
 
@@ -340,7 +381,8 @@ def _connect_reduction(module: nn.Module, takeover: Takeover) -> None:
         if isinstance(child, (CausalLMHead, Router)):
             child.reduction = takeover.reduction
     if heads:
-        takeover.rows.append(("loss", _join(heads), "mean over the valid targets of all ranks; token-chunked"))
+        how = "in tiles" if takeover.decisions.get("vocabulary") == "RingDTP" else "token-chunked"
+        takeover.rows.append(("loss", join_names(heads), f"mean over the valid targets of all ranks; {how}"))
     else:
         takeover.rows.append(("loss", "-", "the module's own: no CausalLMHead found, a mean of each rank's value"))
 
@@ -357,11 +399,23 @@ def check_every_parameter_is_sharded(module: nn.Module) -> None:
 
 
 def parameters_outside(module: nn.Module, meshes: Meshes) -> list[nn.Parameter]:
-    """Parameters that stay out of ``fully_shard``: experts whose expert group is the whole shard group."""
+    """Parameters that stay out of ``fully_shard``: experts and vocabulary rows whose group is the whole shard group."""
+    return [*experts_outside(module, meshes), *vocabulary_outside(module, meshes)]
+
+
+def experts_outside(module: nn.Module, meshes: Meshes) -> list[nn.Parameter]:
+    """Those of them that are experts."""
     if meshes.expert is None or meshes.expert_shard is not None:
         return []
     ours = [child for child in module.modules() if isinstance(child, Experts) and child.dispatch is not None]
     return [parameter for child in ours for parameter in child.parameters()]
+
+
+def average_outside(module: nn.Module, meshes: Meshes) -> None:
+    """Average gradients of parameters outside ``fully_shard`` over the ranks that hold the same part of them."""
+    average_over_replicas(experts_outside(module, meshes), meshes.replicate_group)
+    copies = meshes.vocabulary_copies
+    average_over_replicas(vocabulary_outside(module, meshes), None if copies is None else copies.get_group())
 
 
 def reshard(module: nn.Module) -> None:
@@ -386,17 +440,17 @@ def average_over_replicas(parameters: Iterable[nn.Parameter], group: dist.Proces
             local.div_(size)
 
 
-def _join(names: list[str]) -> str:
-    """Module names for a table: three of them, and how many more."""
-    shown = ", ".join(names[:3])
-    return shown + (f", ... ({len(names)} in all)" if len(names) > 3 else "")
-
-
-def layout_for(module: nn.Module, parallel: ParallelConfig, world_size: int, ranks_per_node: int) -> Layout:
-    """The layout that ``parallel`` asks for, given the experts of ``module``.
+def layout_for(
+    module: nn.Module,
+    parallel: ParallelConfig,
+    vocabulary: RingDTP | Literal["auto"] | None,
+    world_size: int,
+    ranks_per_node: int,
+) -> Layout:
+    """The layout that ``parallel`` asks for, given the experts and the vocabulary of ``module``.
 
     Raises:
-        ValueError: a size does not fit, or experts are to be spread and the module has none.
+        ValueError: a size does not fit, or experts or a vocabulary are to be spread and the module has none.
     """
     counts = expert_counts(module)
     size = parallel.expert_parallel_size
@@ -408,16 +462,25 @@ def layout_for(module: nn.Module, parallel: ParallelConfig, world_size: int, ran
             " Use 1 or 'auto', or leave the experts to the strategy."
         )
     _refuse_unbuilt(parallel)
-    parallel = dataclasses.replace(parallel, vocabulary_parallel_size=1)
-    return plan_layout(parallel, world_size=world_size, ranks_per_node=ranks_per_node, expert_counts=counts)
+    refuse_setting(module, vocabulary, parallel.vocabulary_parallel_size, world_size)
+    vocab_size = vocabulary_size(module)
+    if vocabulary is None or vocab_size is None:
+        parallel = dataclasses.replace(parallel, vocabulary_parallel_size=1)
+    layout = plan_layout(
+        parallel,
+        world_size=world_size,
+        ranks_per_node=ranks_per_node,
+        expert_counts=counts,
+        vocab_size=vocab_size,
+    )
+    refuse_setting(module, vocabulary, layout.vocabulary_size, world_size)
+    return layout
 
 
 def _refuse_unbuilt(parallel: ParallelConfig) -> None:
     """Sizes of the contract whose operator this version does not have must not be accepted and ignored."""
-    for name, idle in (("context_parallel_size", (1,)), ("vocabulary_parallel_size", (1, "auto"))):
-        size = getattr(parallel, name)
-        if size not in idle:
-            raise ValueError(
-                f"ParallelConfig({name}={size}) is not available in this version, which splits neither sequences nor"
-                f" the vocabulary. Use {name}={idle[-1]!r}."
-            )
+    if parallel.context_parallel_size != 1:
+        raise ValueError(
+            f"ParallelConfig(context_parallel_size={parallel.context_parallel_size}) is not available in this version,"
+            " which does not split sequences. Use context_parallel_size=1."
+        )

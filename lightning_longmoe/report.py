@@ -48,8 +48,8 @@ def _gathered_bytes(unit: nn.Module) -> int:
     for parameter, compute in _compat.unit_parameters(unit):
         numel = parameter.numel()
         for axis, placement in enumerate(parameter.placements):
-            if parameter.device_mesh.mesh_dim_names[axis] == "expert" and placement.is_shard():
-                numel //= parameter.device_mesh.size(axis)  # experts are gathered over the rest of the ranks only
+            if parameter.device_mesh.mesh_dim_names[axis] in ("expert", "vocabulary") and placement.is_shard():
+                numel //= parameter.device_mesh.size(axis)  # gathered over the rest of the ranks only
         total += numel * (compute or parameter.dtype).itemsize
     return total
 

@@ -31,6 +31,7 @@ from lightning_longmoe.config import (
     ParallelConfig,
     PipelinedLLEP,
     RecomputeConfig,
+    RingDTP,
     SaveConfig,
     as_config,
     as_operator,
@@ -45,12 +46,11 @@ from lightning_longmoe.models.moe import update_router_biases
 from lightning_longmoe.optimizer.remap import EarlyParameters, remap_optimizers
 from lightning_longmoe.parallelize import (
     Takeover,
-    average_over_replicas,
+    average_outside,
     check_every_parameter_is_sharded,
     layout_for,
     parallelize,
     parallelized,
-    parameters_outside,
     reshard,
 )
 from lightning_longmoe.precision import LongMoEPrecision
@@ -74,6 +74,9 @@ class LongMoEStrategy(ModelParallelStrategy):
         batch: which tensors run along the sequence, who shifts the labels, how an accumulation window is normalised.
         dispatch: how tokens travel to their experts. "auto": PipelinedLLEP where experts are spread over ranks. None:
             the plain, unchunked all-to-all.
+        vocabulary: how the vocabulary projection, its loss and token embeddings are spread. "auto": RingDTP where there
+            is a head of ours and more than one rank. None: the whole weight is gathered, the loss goes over chunks of
+            tokens.
         saving: how checkpoints are written.
         launcher: "script" runs the script once for each device; "fork" and "spawn" start processes from a notebook.
         process_group_backend: None takes "nccl" for GPUs and "gloo" for the CPU.
@@ -92,6 +95,7 @@ class LongMoEStrategy(ModelParallelStrategy):
         recompute: RecomputeConfig = RecomputeConfig(),
         batch: BatchConfig = BatchConfig(),
         dispatch: PipelinedLLEP | Literal["auto"] | None = "auto",
+        vocabulary: RingDTP | Literal["auto"] | None = "auto",
         saving: SaveConfig = SaveConfig(),
         launcher: Literal["script", "fork", "spawn"] = "script",
         process_group_backend: str | None = None,
@@ -107,6 +111,7 @@ class LongMoEStrategy(ModelParallelStrategy):
         self.batch = as_config(batch, BatchConfig, "batch")
         self.saving = as_config(saving, SaveConfig, "saving")
         self.dispatch = as_operator(dispatch, PipelinedLLEP, "dispatch")
+        self.vocabulary = as_operator(vocabulary, RingDTP, "vocabulary")
         self.timeout = timedelta(seconds=timeout_s)
         super().__init__(
             save_distributed_checkpoint=self.saving.sharded,
@@ -125,8 +130,7 @@ class LongMoEStrategy(ModelParallelStrategy):
             name: dataclasses.asdict(getattr(self, name))
             for name in ("parallel", "fsdp", "recompute", "batch", "saving")
         }
-        dispatch = self.dispatch
-        return {**groups, "dispatch": dataclasses.asdict(dispatch) if dataclasses.is_dataclass(dispatch) else dispatch}
+        return {**groups, "dispatch": _plain(self.dispatch), "vocabulary": _plain(self.vocabulary)}
 
     def __repr__(self) -> str:
         """Also what Lightning shows when a Trainer of the other package, pytorch_lightning, refuses this object."""
@@ -190,7 +194,7 @@ class LongMoEStrategy(ModelParallelStrategy):
 
     def _choose_meshes(self, module: pl.LightningModule) -> Meshes:
         """Meshes for this module; those it was parallelised with when it comes back in a second run."""
-        layout = layout_for(module, self.parallel, self.world_size, self.num_processes)
+        layout = layout_for(module, self.parallel, self.vocabulary, self.world_size, self.num_processes)
         kept = parallelized(module)
         if kept is not None and kept.meshes.layout != layout:
             raise ValueError(
@@ -252,7 +256,13 @@ class LongMoEStrategy(ModelParallelStrategy):
         self.precision_plugin.convert_module(module)
         agree_on_initial_values(module, self.meshes.control)
         takeover = parallelize(
-            module, self.meshes, self.fsdp, self.recompute, self.dispatch, self.precision_plugin
+            module,
+            self.meshes,
+            self.fsdp,
+            self.recompute,
+            self.dispatch,
+            self.vocabulary,
+            self.precision_plugin,
         )
         materialize(module, self.root_device, agreed_seed(self.meshes.control))
         move_to_device(module, self.root_device)
@@ -336,8 +346,7 @@ class LongMoEStrategy(ModelParallelStrategy):
     def post_backward(self, closure_loss: Tensor) -> None:
         assert self.lightning_module is not None
         if not self._accumulating:
-            outside = parameters_outside(self.lightning_module, self.meshes)
-            average_over_replicas(outside, self.meshes.replicate_group)
+            average_outside(self.lightning_module, self.meshes)
         if self.lightning_module.automatic_optimization:
             refuse_waiting_aux_losses()
         else:
@@ -499,3 +508,8 @@ class LongMoEStrategy(ModelParallelStrategy):
             description="FSDP2 with expert parallelism for long-context mixture-of-experts models",
             override=True,
         )
+
+
+def _plain(operator: Any) -> Any:
+    """An operator's setting as plain values: "auto", None, or the fields of its config."""
+    return operator if operator is None or isinstance(operator, str) else dataclasses.asdict(operator)

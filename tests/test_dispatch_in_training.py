@@ -72,7 +72,7 @@ def _counts(recompute: bool, shared: int) -> list[dict[str, int]]:
     trainer.fit(module, DataLoader(make_batches(2, 3), batch_size=None))  # type: ignore[arg-type]
     dispatches = [block.moe.experts.dispatch for block in module.blocks]
     assert all(isinstance(dispatch, PipelinedDispatch) for dispatch in dispatches)
-    assert strategy.takeover.decisions == {"dispatch": "PipelinedLLEP"}
+    assert strategy.takeover.decisions["dispatch"] == "PipelinedLLEP"
     return [dict(dispatch.counts) for dispatch in dispatches]
 
 

@@ -87,7 +87,7 @@ def _fit_with(strategy: dict[str, Any]) -> None:
         ({"expert_parallel_size": 3}, r"expert_parallel_size=3"),
         ({"replicate_size": 3}, r"replicate_size=3"),
         ({"context_parallel_size": 2}, r"context_parallel_size=2"),
-        ({"vocabulary_parallel_size": 2}, r"vocabulary_parallel_size=2"),
+        ({"vocabulary_parallel_size": 3}, r"vocabulary_parallel_size=3"),
     ],
     ids=lambda value: str(value)[:30],
 )

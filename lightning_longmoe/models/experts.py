@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from lightning_longmoe.config import ExpertLayout
 from lightning_longmoe.dispatch.plain import PlainDispatch
+from lightning_longmoe.runtime.owned import owned_part
 
 _PARAMETERS = ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias")
 
@@ -117,26 +117,10 @@ class Experts(nn.Module):
         parameter = getattr(self, name)
         if parameter is None:
             return None
-        weight = _local(parameter)
-        if self.gradient_scale != 1.0:
-            weight = _ScaleGradient.apply(weight, self.gradient_scale)
+        weight = owned_part(parameter, self.gradient_scale)
         # a parameter outside fully_shard keeps its own dtype under mixed precision
         return weight.to(dtype)
 
 
 def _local(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
-
-class _ScaleGradient(torch.autograd.Function):
-    """The identity, whose backward multiplies by a constant."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, scale: float) -> Tensor:  # type: ignore[override]
-        ctx.scale = scale
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return grad * ctx.scale, None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,20 @@ from torch.autograd.function import once_differentiable
 
 from lightning_longmoe.kernels.cross_entropy import CrossEntropyOptions, chunked_cross_entropy, project
 from lightning_longmoe.models.auxiliary import attach_aux_losses
+from lightning_longmoe.runtime.owned import owned_part
 from lightning_longmoe.runtime.reduction import TokenReduction
+
+
+class SpreadProjection(Protocol):
+    """A projection whose vocabulary rows are spread over ranks."""
+
+    def __call__(
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None, options: CrossEntropyOptions
+    ) -> Tensor:
+        """The summed loss of this rank's tokens, float64 scalar; hidden [N, H], weight and bias this rank's rows."""
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """All rows of a tensor [Vp, ...] of which each rank has its own."""
 
 
 class CausalLMHead(nn.Module):
@@ -29,6 +42,10 @@ class CausalLMHead(nn.Module):
         label_smoothing: share of the uniform distribution in the target.
 
     Attributes:
+        projection: computes the summed loss where the vocabulary is spread over ranks; the strategy sets it. Called
+            with the rows of weight and bias that live on this rank. None: all of them live here.
+        gradient_scale: what gradients of weight and bias are multiplied by; the strategy sets 1/P, since the P ranks
+            that own a row already sum over each other's tokens.
         reduction: the ranks that share the loss; the strategy sets it. None: the mean over this process's tokens.
         check_targets: called with the targets of every loss; the strategy verifies there that they were shifted once.
 
@@ -36,6 +53,7 @@ class CausalLMHead(nn.Module):
         ValueError: a size or an option is out of range, or ``tied_to`` has another shape.
     """
 
+    projection: SpreadProjection | None
     reduction: TokenReduction | None
     check_targets: Callable[[Tensor], None] | None
 
@@ -62,6 +80,8 @@ class CausalLMHead(nn.Module):
             z_loss=z_loss,
             label_smoothing=label_smoothing,
         )
+        self.projection = None
+        self.gradient_scale = 1.0
         self.reduction = None
         self.check_targets = None
         # in a tuple, so that the embedding does not become a submodule of the head
@@ -114,10 +134,9 @@ class CausalLMHead(nn.Module):
         Raises:
             ValueError: targets and hidden have different leading shapes.
         """
-        weight, bias = self._weights(hidden)
-        hidden = hidden.to(weight.dtype)
+        hidden = hidden.to(self._compute_dtype(hidden))
         if targets is None:
-            return project(hidden, weight, bias, self.options)
+            return self._logits(hidden)
         if targets.shape != hidden.shape[:-1]:
             raise ValueError(
                 f"targets {list(targets.shape)} do not fit hidden {list(hidden.shape)}: give one target a position."
@@ -131,9 +150,7 @@ class CausalLMHead(nn.Module):
                 logit_softcap=options.logit_softcap,
                 logit_scale=options.logit_scale,
             )
-        total = chunked_cross_entropy(
-            hidden.reshape(-1, self.hidden_size), weight, targets.reshape(-1), bias=bias, options=options
-        )
+        total = self._summed_loss(hidden.reshape(-1, self.hidden_size), targets.reshape(-1), options)
         count = (targets != options.ignore_index).sum()
         if as_sums:
             return total, count
@@ -143,7 +160,8 @@ class CausalLMHead(nn.Module):
     def loss_sum_and_count(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Summed cross-entropy and valid targets of this rank, for evaluation that is exact over uneven ranks.
 
-        z-loss and label smoothing are left out, so that exp(sum / count) is the perplexity. No communication.
+        z-loss and label smoothing are left out, so that exp(sum / count) is the perplexity. No communication but what a
+        ``projection`` needs.
 
         Args:
             hidden: [B, S, H], this rank's.
@@ -161,13 +179,33 @@ class CausalLMHead(nn.Module):
         mean = global_total / global_count.clamp(min=1)
         return _SharedMean.apply(total, mean, self.reduction.gradient_scale(global_count))
 
-    def _weights(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias in the dtype of the projection: autocast's, else that of ``hidden``."""
+    def _summed_loss(self, hidden: Tensor, targets: Tensor, options: CrossEntropyOptions) -> Tensor:
+        """float64 scalar from hidden [N, H] in the dtype of the computation and targets [N]."""
+        if self.projection is not None:
+            # in their own dtype, so that gradients come back in it without having been rounded
+            weight, bias = self._own_rows()
+            return self.projection(hidden, weight, targets, bias=bias, options=options)
+        bias = None if self.bias is None else self.bias.to(hidden.dtype)
+        return chunked_cross_entropy(hidden, self.weight.to(hidden.dtype), targets, bias=bias, options=options)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        weight, bias = self._own_rows()
+        if self.projection is not None:
+            weight = self.projection.gather(weight.to(hidden.dtype))
+            bias = None if bias is None else self.projection.gather(bias.to(hidden.dtype))
+        return project(hidden, weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype), self.options)
+
+    def _own_rows(self) -> tuple[Tensor, Tensor | None]:
+        """The rows of weight and bias that live on this rank."""
+        bias = None if self.bias is None else owned_part(self.bias, self.gradient_scale)
+        return owned_part(self.weight, self.gradient_scale), bias
+
+    def _compute_dtype(self, hidden: Tensor) -> torch.dtype:
+        """Of the projection: autocast's, else that of ``hidden``; float64 stays."""
         device_type = hidden.device.type
-        dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else hidden.dtype
-        if hidden.dtype == torch.float64:
-            dtype = torch.float64
-        return self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype)
+        if hidden.dtype == torch.float64 or not torch.is_autocast_enabled(device_type):
+            return hidden.dtype
+        return torch.get_autocast_dtype(device_type)
 
 
 class _SharedMean(torch.autograd.Function):

@@ -5,7 +5,8 @@ So `meshes_for` keeps one `Meshes` for each layout and default process group.
 
 Glossary: *world* - all ranks; *shard group* - ranks over which parameters are sharded; *replica* - a copy of the shard
 group (HSDP); *expert group* - ranks that hold all experts once; *expert shard group* - ranks that hold the same
-experts, over which FSDP2 shards them further; *control group* - all ranks, over gloo, for small host values.
+experts, over which FSDP2 shards them further; *vocabulary group*, *vocabulary shard group* - likewise for rows of the
+vocabulary; *control group* - all ranks, over gloo, for small host values.
 """
 
 from __future__ import annotations
@@ -34,6 +35,10 @@ class Meshes:
         shard: mesh for ``fully_shard``: ``("shard",)``, or ``("replicate", "shard")`` with HSDP.
         expert: mesh on which experts are ``Shard(0)``; None when the expert size is 1.
         expert_shard: mesh for ``fully_shard`` of the experts over the rest of the ranks; None when no rest is left.
+        vocabulary: mesh on which rows of the vocabulary are ``Shard(0)``; its group is the ring, and serves nothing
+            else in a step. None when the vocabulary size is 1.
+        vocabulary_shard: mesh for ``fully_shard`` of those rows over the rest of the ranks; None when no rest is left.
+        vocabulary_copies: the ranks that hold the same rows, of all replicas and rests; None where there is one.
         replicate_group: the replicas of this rank, for what lives outside ``fully_shard``; None without HSDP.
         world_group: all ranks, on the device's backend: sums over everything that shares the loss.
         control: all ranks, over gloo.
@@ -44,6 +49,9 @@ class Meshes:
     shard: DeviceMesh
     expert: DeviceMesh | None
     expert_shard: DeviceMesh | None
+    vocabulary: DeviceMesh | None
+    vocabulary_shard: DeviceMesh | None
+    vocabulary_copies: DeviceMesh | None
     replicate_group: dist.ProcessGroup | None
     world_group: dist.ProcessGroup
     control: dist.ProcessGroup
@@ -51,7 +59,8 @@ class Meshes:
     def groups(self) -> list[dist.ProcessGroup]:
         """Every process group of this layout, each once, in an order that is the same on all ranks."""
         found: list[dist.ProcessGroup] = [self.world_group, self.control]
-        for mesh in (self.user, self.shard, self.expert, self.expert_shard):
+        vocabulary = (self.vocabulary, self.vocabulary_shard, self.vocabulary_copies)
+        for mesh in (self.user, self.shard, self.expert, self.expert_shard, *vocabulary):
             found += [] if mesh is None else [mesh.get_group(axis) for axis in range(mesh.ndim)]
         return list({id(group): group for group in found}.values())
 
@@ -97,20 +106,41 @@ def _make(layout: Layout, device_type: str, timeout: timedelta) -> Meshes:
         shard = init_device_mesh(device_type, (shards,), mesh_dim_names=("shard",))
     else:
         shard = init_device_mesh(device_type, (replicas, shards), mesh_dim_names=("replicate", "shard"))
-    expert = expert_shard = None
-    if layout.expert_size > 1:
-        root = init_device_mesh(
-            device_type,
-            (replicas, layout.expert_shard_size, layout.expert_size),
-            mesh_dim_names=("replicate", "expert_shard", "expert"),
-        )
-        expert = root["expert"]
-        if layout.expert_shard_size > 1:
-            expert_shard = root["expert_shard"] if replicas == 1 else root["replicate", "expert_shard"]
+    expert, expert_shard = _owners(layout, device_type, "expert")
+    vocabulary, vocabulary_shard = _owners(layout, device_type, "vocabulary")
+    copies = None
+    if vocabulary is not None and world > layout.vocabulary_size:
+        size = (world // layout.vocabulary_size, layout.vocabulary_size)
+        root = init_device_mesh(device_type, size, mesh_dim_names=("vocabulary_copies", "vocabulary_rows"))
+        copies = root["vocabulary_copies"]
     replicate_group = None if replicas == 1 else shard.get_group("replicate")
     world_group = user.get_group("data_parallel")
     control = world_group if dist.get_backend(world_group) == "gloo" else dist.new_group(backend="gloo")
-    return Meshes(layout, user, shard, expert, expert_shard, replicate_group, world_group, control)
+    return Meshes(
+        layout=layout,
+        user=user,
+        shard=shard,
+        expert=expert,
+        expert_shard=expert_shard,
+        vocabulary=vocabulary,
+        vocabulary_shard=vocabulary_shard,
+        vocabulary_copies=copies,
+        replicate_group=replicate_group,
+        world_group=world_group,
+        control=control,
+    )
+
+
+def _owners(layout: Layout, device_type: str, axis: str) -> tuple[DeviceMesh | None, DeviceMesh | None]:
+    """The mesh of ``axis`` ("expert" or "vocabulary"), and the one for ``fully_shard`` over the rest of the ranks."""
+    replicas, rest, size = layout.replicate_size, layout.size(f"{axis}_shard"), layout.size(axis)
+    if size == 1:
+        return None, None
+    names = ("replicate", f"{axis}_shard", axis)
+    root = init_device_mesh(device_type, (replicas, rest, size), mesh_dim_names=names)
+    if rest == 1:
+        return root[axis], None
+    return root[axis], root[f"{axis}_shard"] if replicas == 1 else root["replicate", f"{axis}_shard"]
 
 
 def _warm_up(meshes: Meshes, device_type: str) -> None:
