@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -96,5 +97,9 @@ class LongMoEPrecision(Precision):
         self.last_grad_norm = clip_grad_norm_(parameters, clip_val)
         if not bool(torch.isfinite(self.last_grad_norm)):
             self.skipped_steps += 1
+            rank_zero_warn(
+                f"The gradient norm is {float(self.last_grad_norm)}: no rank updates its weights in this step"
+                f" ({self.skipped_steps} skipped so far)."
+            )
             for parameter in parameters:
                 parameter.grad = None

@@ -245,6 +245,7 @@ class LongMoEStrategy(ModelParallelStrategy):
         if parallelized(module) is None:
             self._parallelize(module)
         reshard(module)
+        check_every_parameter_is_sharded(module)  # a second run may bring parameters that the first never saw
         self._batches = self._batches_for(trainer, module)
         self.barrier("parallelized")
         if trainer.state.fn == TrainerFn.FITTING:
@@ -266,7 +267,6 @@ class LongMoEStrategy(ModelParallelStrategy):
         )
         materialize(module, self.root_device, agreed_seed(self.meshes.control))
         move_to_device(module, self.root_device)
-        check_every_parameter_is_sharded(module)
         self._early.release_data()
         _compat.lazily_initialize_root(module)
         if self.is_global_zero:

@@ -519,3 +519,17 @@ def test_what_cannot_work_on_sharded_parameters_is_refused_by_name() -> None:
         run_on_ranks(2, _fit_class, Flattening)
     with pytest.raises(RemoteError, match="StochasticWeightAveraging averages whole weights"):
         run_on_ranks(2, _fit_averaging)
+
+
+def _second_fit_with_a_new_part() -> None:
+    import torch.distributed as dist
+
+    module = TinyLM()
+    _trainer(dist.get_world_size()).fit(module, _loader())
+    module.added = nn.Linear(3, 3)
+    _trainer(dist.get_world_size()).fit(module, _loader())
+
+
+def test_parameters_that_appear_after_sharding_are_refused_by_name() -> None:
+    with pytest.raises(RemoteError, match=r"outside every group.*added\.weight"):
+        run_on_ranks(2, _second_fit_with_a_new_part)
