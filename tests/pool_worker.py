@@ -41,7 +41,6 @@ def serve(connection: Connection, log: str) -> None:
     os.dup2(output, 2)
     sys.stdout = sys.stderr = os.fdopen(output, "w", buffering=1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, who ends us
-    faulthandler.register(signal.SIGUSR1, file=sys.stderr)
     threading.Thread(target=_leave_with_parent, daemon=True).start()
     for name in ("lightning.pytorch", "torch.distributed.tensor", "torch.distributed.fsdp"):
         importlib.import_module(name)
@@ -76,6 +75,9 @@ def _answer(data: bytes) -> bytes:
 
 def _perform(task: dict[str, Any]) -> Any:
     rank, world_size = task["rank"], task["world_size"]
+    # With every task anew: a Trainer that ends sets all signals back to what Python knows of, and that is not this one.
+    faulthandler.unregister(signal.SIGUSR1)
+    faulthandler.register(signal.SIGUSR1, file=sys.stderr)
     _set_environment(rank, world_size, task["port"])
     function = importlib.import_module(task["module"])
     for name in task["qualname"].split("."):

@@ -75,6 +75,11 @@ def _raise_checkpoint_exception() -> None:
     raise CheckpointException("torch derives it from BaseException", {})
 
 
+def _set_signals_back() -> None:
+    """As a Trainer does when it ends."""
+    signal.signal(signal.SIGUSR1, signal.getsignal(signal.SIGUSR1) or signal.SIG_DFL)
+
+
 def _sleep_on_rank_three() -> int:
     if dist.get_rank() == 3:
         time.sleep(600)
@@ -138,6 +143,7 @@ def test_a_result_that_cannot_travel_is_an_error() -> None:
 
 
 def test_a_hang_and_a_killed_process_are_reported_and_replaced() -> None:
+    run_on_ranks(4, _set_signals_back)
     with pytest.raises(TimeoutError, match=r"No answer from ranks \[3\] within 8.0 s \(ranks \[0, 1, 2\] ans") as hang:
         run_on_ranks(4, _sleep_on_rank_three, timeout_s=8.0)
     assert "in _sleep_on_rank_three" in str(hang.value)
