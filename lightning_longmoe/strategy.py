@@ -318,7 +318,7 @@ class LongMoEStrategy(ModelParallelStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.takeover.reduction.window = self.batches.next_window(batch_idx)
+        self.takeover.reduction.begin_microbatch(self.batches.next_window(batch_idx))
 
     # -----------------------------------------------------------------------------------------------------------------
     # A step: forward and backward of each micro-batch, then the update
@@ -345,6 +345,7 @@ class LongMoEStrategy(ModelParallelStrategy):
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
         assert self.lightning_module is not None
+        self.takeover.reduction.end_microbatch()
         if not self._accumulating:
             average_outside(self.lightning_module, self.meshes)
         if self.lightning_module.automatic_optimization:
@@ -361,11 +362,21 @@ class LongMoEStrategy(ModelParallelStrategy):
         **kwargs: Any,
     ) -> Any:
         assert self.lightning_module is not None
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        output = super().optimizer_step(optimizer, self._checked(closure), model, **kwargs)
         update_router_biases(self.lightning_module)
         if not self.lightning_module.automatic_optimization:
             self._gather_root()
         return output
+
+    def _checked(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The closure, which runs the last micro-batch of the window, and then a look at what the window held."""
+
+        def run() -> Any:
+            output = closure()
+            self.takeover.reduction.check_window()
+            return output
+
+        return run
 
     def _gather_root(self) -> None:
         """In manual optimization the root's forward still runs: give it its parameters, as they now are."""
@@ -497,7 +508,7 @@ class LongMoEStrategy(ModelParallelStrategy):
         """Forget what a failed step left behind. No collective: the other ranks may not have failed."""
         discard_aux_losses()
         if self.lightning_module is not None and parallelized(self.lightning_module) is not None:
-            self.takeover.reduction.window = None
+            self.takeover.reduction.begin_microbatch(None)
 
     @classmethod
     @override

@@ -130,6 +130,8 @@ class CausalLMHead(nn.Module):
             ``reduction`` it is the mean over all its ranks, the same on each, and the backward gives each rank its part
             of that mean's gradient, such that the average over ranks is the whole. Waiting auxiliary losses are taken:
             they add to the gradient, not to the value. Without targets: logits [B, S, V], in the same dtypes.
+            In an accumulation window that is counted ahead, every loss of a head (its k-th call in each micro-batch)
+            must hold all targets that were counted; anything else is an error before the optimizer steps.
 
         Raises:
             ValueError: targets and hidden have different leading shapes.
@@ -177,6 +179,8 @@ class CausalLMHead(nn.Module):
             return total / count.clamp(min=1)
         global_total, global_count = self.reduction.sum(torch.stack([total.detach(), count.to(total.dtype)]))
         mean = global_total / global_count.clamp(min=1)
+        if total.requires_grad:
+            self.reduction.note_loss(self, global_count)
         return _SharedMean.apply(total, mean, self.reduction.gradient_scale(global_count))
 
     def _summed_loss(self, hidden: Tensor, targets: Tensor, options: CrossEntropyOptions) -> Tensor:
