@@ -93,6 +93,10 @@ class BatchConfig:
     labels_shifted: bool = False
     """False: ``labels[i]`` is the token at position i and the strategy shifts by one, before any split, when the module
     holds a `CausalLMHead`. True: ``labels[i]`` already is the token that follows position i."""
+    shift_labels: bool = True
+    """False: the labels of a batch are left as the dataloader gives them, also for a module that holds a
+    `CausalLMHead`: for one that shifts them itself, with `shift_labels` of ``lightning_longmoe.models`` or in a loss of
+    its own, and for labels that are no tokens, as the classes of sequences."""
     normalize: Literal["window", "microbatch"] = "window"
     """"window": gradients are the mean over all valid labels of an accumulation window. "microbatch": the mean of the
     micro-batches' means, as plain Lightning does."""

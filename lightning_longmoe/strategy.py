@@ -123,6 +123,7 @@ class LongMoEStrategy(ModelParallelStrategy):
         self._early = EarlyParameters()
         self._batches: Batches | None = None
         self._accumulating = False
+        self._watching: list[Any] = []
 
     def config(self) -> dict[str, Any]:
         """The settings as plain values, for loggers and checkpoints."""
@@ -296,7 +297,19 @@ class LongMoEStrategy(ModelParallelStrategy):
         )
         for head in heads:
             head.check_targets = batches.check_targets
+        self._watch_embeddings(module, {head.vocab_size for head in heads}, batches)
         return batches
+
+    def _watch_embeddings(self, module: nn.Module, sizes: set[int], batches: Batches) -> None:
+        """Let the check of targets see which tokens the model sees."""
+        self._stop_watching()
+        for child in module.modules():
+            if isinstance(child, nn.Embedding) and child.num_embeddings in sizes:
+                self._watching.append(child.register_forward_pre_hook(batches.note_look_up))
+
+    def _stop_watching(self) -> None:
+        while self._watching:
+            self._watching.pop().remove()
 
     @property
     def batches(self) -> Batches:
@@ -323,6 +336,17 @@ class LongMoEStrategy(ModelParallelStrategy):
     # -----------------------------------------------------------------------------------------------------------------
     # A step: forward and backward of each micro-batch, then the update
     # -----------------------------------------------------------------------------------------------------------------
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._step(super().training_step, *args, **kwargs)
+
+    def _step(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """One of the four steps, and a look at what it did with its labels."""
+        self.batches.begin_step()
+        output = run(*args, **kwargs)
+        self.batches.end_step(output)
+        return output
+
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
@@ -411,17 +435,16 @@ class LongMoEStrategy(ModelParallelStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.batches.on_evaluation_step()
-        return super().validation_step(*args, **kwargs)
+        return self._step(super().validation_step, *args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.batches.on_evaluation_step()
-        return super().test_step(*args, **kwargs)
+        return self._step(super().test_step, *args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self.batches.prediction(super().predict_step(*args, **kwargs), args[0] if args else kwargs["batch"])
+        output = self._step(super().predict_step, *args, **kwargs)
+        return self.batches.prediction(output, args[0] if args else kwargs["batch"])
 
     @override
     def on_validation_end(self) -> None:
@@ -509,6 +532,11 @@ class LongMoEStrategy(ModelParallelStrategy):
         discard_aux_losses()
         if self.lightning_module is not None and parallelized(self.lightning_module) is not None:
             self.takeover.reduction.begin_microbatch(None)
+
+    @override
+    def teardown(self) -> None:
+        self._stop_watching()
+        super().teardown()
 
     @classmethod
     @override

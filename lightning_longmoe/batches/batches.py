@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 THREE_WAYS_OUT = (
-    "Either (1) train from one dataloader whose batches are mappings with `labels`, or (2) give the LightningModule a"
+    "Either (1) train from one dataloader whose batches hold token `labels`, or (2) give the LightningModule a"
     " method `count_valid_targets(batch) -> int`, or (3) set BatchConfig(normalize='microbatch'), Lightning's mean of"
     " the micro-batches' means, or accumulate_grad_batches=1."
 )
@@ -72,11 +72,15 @@ class Batches:
         self.labels = Labels(config, active=head, ignore_index=ignore_index, count_hook=hook)
         self.resume = Resume(trainer, data_size)
         self.padding = False
-        self._checked: set[str] = set()
-        self._checked_targets: set[str] = set()
+        self._checked: set[tuple[str, ...]] = set()
+        self._checked_targets: set[tuple[str, ...]] = set()
+        self._in_step = False
         self._window: tuple[Pass, int, WindowScale] | None = None
         self._told_empty = False
         self._evaluated: dict[int, int] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Batches:
+        return self  # heads and embeddings of a copied module belong to the same run
 
     # ------------------------------------------------------------------------------------------------------- loaders
     def wrap(self, dataloader: Any) -> Any:
@@ -131,20 +135,52 @@ class Batches:
             index = self._evaluated.get(dataloader_idx, 0)
             self._evaluated[dataloader_idx] = index + 1
             self.padding = self._is_padding(dataloader_idx, index)
-        if stage not in self._checked and not self.padding:
-            self._checked.add(stage)
+        prepared = self.labels.prepare(batch)
+        if self._kind not in self._checked and not self.padding:
+            self._checked.add(self._kind)
             self.labels.check(batch, stage)
-        return self.labels.prepare(batch)
+        return prepared
 
-    def check_targets(self, targets: Tensor) -> None:
-        """For a head's ``check_targets``: looks at the first loss of each stage.
+    def check_targets(self, targets: Tensor | None) -> None:
+        """For a head's ``check_targets``: looks at the losses of each stage until one has told whether it is right.
 
         Raises:
-            ValueError: the targets are not the labels that `prepare` shifted.
+            ValueError: the targets were shifted twice, or not at all.
         """
-        if self._stage not in self._checked_targets:
-            self._checked_targets.add(self._stage)
-            self.labels.check_targets(targets)
+        if not self._in_step:
+            return
+        self.labels.targets.note_call(targets)
+        if targets is not None and self._kind not in self._checked_targets and self.labels.check_targets(targets):
+            self._checked_targets.add(self._kind)
+
+    def note_look_up(self, embedding: Any, arguments: tuple[Any, ...]) -> None:
+        """The forward pre-hook of the embeddings: what the model sees, to compare targets with."""
+        if self._in_step and arguments:
+            self.labels.targets.note_look_up(arguments[0])
+
+    def begin_step(self) -> None:
+        """Before each of the four steps. What the module logs of a padding batch weighs nothing in a mean."""
+        self._in_step = True
+        if self.padding and not self.trainer.predicting:
+            weigh_nothing(self.trainer)
+
+    def end_step(self, output: Any) -> None:
+        """After each of the four steps.
+
+        Raises:
+            ValueError: a loss may have been taken of labels that were shifted twice.
+        """
+        self._in_step = False
+        training = self.trainer.state.stage == RunningStage.TRAINING
+        skipped = training and output is None and self.module.automatic_optimization
+        if not skipped and not self.trainer.predicting:
+            self.labels.targets.require_taken(f"the {self._stage} step", only_with_logits=not training)
+        self.labels.targets.begin([])
+
+    @property
+    def _kind(self) -> tuple[str, ...]:
+        """The stage, and where the batch in work holds labels."""
+        return (self._stage, *(one.found.path for one in self.labels.targets.prepared))
 
     @property
     def _stage(self) -> str:
@@ -207,11 +243,6 @@ class Batches:
         """For ``on_validation_start``, ``on_test_start`` and ``on_predict_start``."""
         self._evaluated.clear()
         self.padding = False
-
-    def on_evaluation_step(self) -> None:
-        """Before a validation or test step: what the module logs of a padding batch weighs nothing in a mean."""
-        if self.padding:
-            weigh_nothing(self.trainer)
 
     def prediction(self, output: Any, batch: Any) -> Any:
         """For ``predict_step``: the output, or of a padding batch's output no row."""

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_longmoe.batches.structure import Found, find_labels, replace_labels
+from lightning_longmoe.batches.targets import Prepared, TargetCheck
 from lightning_longmoe.config import BatchConfig
 from lightning_longmoe.models.shift import mark_shifted, shift_labels
 
-LABELS = "labels"
-INPUTS = "input_ids"
-
 
 class Labels:
-    """What is done to the labels of every batch.
+    """What is done to the labels of every batch: to all tensors of that name, however deep they lie in it.
 
     Args:
-        config: sequence dimension, and whether the batches' labels are already shifted.
+        config: sequence dimension, whether the batches' labels are already shifted, and whether they are touched.
         active: whether the module holds a head of ours. Without one the labels are left alone: a module with its own
             loss shifts, or not, as it did before.
         ignore_index: the label that is no target.
@@ -39,21 +37,24 @@ class Labels:
         self.active = active
         self.ignore_index = ignore_index
         self.count_hook = count_hook
-        self._prepared: tuple[Any, Tensor] | None = None  # inputs and targets of the last batch
+        self.targets = TargetCheck(config.sequence_dim, ignore_index)
 
     def count_valid(self, batch: Any) -> int | None:
         """Valid targets of a batch as it comes from the loader; None where the batch does not show them.
+
+        With ``shift_labels=False`` the module is taken to shift by one; `TokenReduction.check_window` finds out.
 
         Args:
             batch: in host memory, labels not yet shifted unless the config says so.
         """
         if self.count_hook is not None:
             return int(self.count_hook(batch))
-        labels = _labels_of(batch)
-        if labels is None:
-            return None
+        found = self._with_sequence(batch)
+        return sum(self._count(one.labels) for one in found) if found else None
+
+    def _count(self, labels: Tensor) -> int:
         if not (self.config.labels_shifted or getattr(labels, "labels_shifted", False)):
-            dim = self._sequence_dim(labels)
+            dim = self.config.sequence_dim
             labels = labels.narrow(dim, 1, labels.size(dim) - 1)  # the first label is nobody's target
         return int((labels != self.ignore_index).sum())
 
@@ -63,27 +64,50 @@ class Labels:
         Args:
             batch: on the device, whole sequences.
         """
-        labels = _labels_of(batch)
-        if not self.active or labels is None:
-            return batch
+        prepared: list[Prepared] = []
+
+        def change(found: Found) -> Tensor:
+            prepared.append(self._prepare(found))
+            return prepared[-1].targets
+
+        if self.active and self.config.shift_labels:
+            batch = replace_labels(batch, change)
+        self.targets.begin(prepared)
+        return batch
+
+    def _prepare(self, found: Found) -> Prepared:
+        labels = found.labels
+        self._require_sequence(found)
         if self.config.labels_shifted:
-            targets = mark_shifted(labels.view(labels.shape))  # an alias, so that the user's tensor gets no mark
-        else:
-            targets = shift_labels(labels, self.ignore_index, self._sequence_dim(labels))
-        self._prepared = (batch.get(INPUTS), targets)
-        return with_entry(batch, LABELS, targets)
+            # an alias, so that the user's tensor gets no mark
+            return Prepared(found, mark_shifted(labels.view(labels.shape)), shifted=False)
+        shifted = not getattr(labels, "labels_shifted", False)
+        return Prepared(found, shift_labels(labels, self.ignore_index, self.config.sequence_dim), shifted)
+
+    def without_targets(self, batch: Any) -> Any:
+        """A copy of the batch in which no label is valid; the batch itself where it shows no labels."""
+        if not self.active:
+            return batch
+
+        def change(found: Found) -> Tensor:
+            return torch.full_like(found.labels, self.ignore_index) if self._is_sequence(found.labels) else found.labels
+
+        return replace_labels(batch, change)
 
     def check(self, batch: Any, stage: str) -> None:
-        """Compare the labels with the inputs, where both are there: a wrong setting must not train unnoticed.
+        """Compare the labels with the inputs beside them: a wrong setting must not train unnoticed.
 
         Raises:
             ValueError: the labels are shifted and the config says they are not, or the other way round.
         """
-        labels = _labels_of(batch)
-        if not self.active or labels is None or getattr(labels, "labels_shifted", False):
+        if self.active:
+            for found in self._with_sequence(batch):
+                self._check(found, stage)
+
+    def _check(self, found: Found, stage: str) -> None:
+        labels, inputs, dim = found.labels, found.inputs, self.config.sequence_dim
+        if getattr(labels, "labels_shifted", False):
             return
-        inputs = batch.get(INPUTS)
-        dim = self._sequence_dim(labels)
         if not isinstance(inputs, Tensor) or inputs.shape != labels.shape or labels.size(dim) < 2:
             return
         length = labels.size(dim) - 1
@@ -91,89 +115,46 @@ class Labels:
         following = self._agree(labels.narrow(dim, 0, length), inputs.narrow(dim, 1, length))
         if same == following:  # neither, or both: one token repeated, or nothing valid
             return
-        if following and not self.config.labels_shifted:
+        if following and not self.config.labels_shifted and self.config.shift_labels:
             raise ValueError(
-                f"The first {stage} batch holds labels that are shifted already (labels[:, i] is the token after"
+                f"The first {stage} batch holds labels that are shifted already ({found.path}[:, i] is the token after"
                 " input_ids[:, i]), and BatchConfig(labels_shifted=False) shifts them once more: the model would learn"
                 " to predict the token after the next. Set BatchConfig(labels_shifted=True), or give unshifted labels."
             )
         if same and self.config.labels_shifted:
             raise ValueError(
-                f"The first {stage} batch holds labels equal to input_ids, and BatchConfig(labels_shifted=True) says"
-                " that they are shifted already: the model would learn to repeat its input. Set"
-                " BatchConfig(labels_shifted=False), or shift the labels by one."
+                f"The first {stage} batch holds labels ({found.path}) equal to input_ids, and"
+                " BatchConfig(labels_shifted=True) says that they are shifted already: the model would learn to repeat"
+                " its input. Set BatchConfig(labels_shifted=False), or shift the labels by one."
             )
 
-    def check_targets(self, targets: Tensor) -> None:
-        """Compare what a head got as targets with the labels of the last batch, which were shifted already.
-
-        Raises:
-            ValueError: the module shifted them once more, or gave the inputs.
-        """
-        if self._prepared is None or getattr(targets, "labels_shifted", False):
-            return
-        inputs, prepared = self._prepared
-        dim = self._sequence_dim(prepared)
-        length = prepared.size(dim) - 1
-        if self._agree_flat(targets, prepared) or self._agree_flat(targets, prepared.narrow(dim, 0, length)):
-            return
-        again = shift_labels(prepared.view(prepared.shape), self.ignore_index, dim)
-        if self._agree_flat(targets, again) or self._agree_flat(targets, prepared.narrow(dim, 1, length)):
-            raise ValueError(
-                "The module shifts labels that were shifted before, so that it would learn to predict the token after"
-                " the next. Under LongMoEStrategy batch['labels'] already holds the next tokens. Pass them to"
-                " CausalLMHead as they are, with the hidden states of all positions, or use"
-                " `shift_labels(batch['labels'])`, which shifts once with and without the strategy."
-            )
-        if isinstance(inputs, Tensor) and self._agree_flat(targets, inputs):
-            raise ValueError(
-                "The module passes input_ids to CausalLMHead as targets: it would learn to repeat its input. Pass"
-                " `shift_labels(batch['labels'])`, the token that follows each position."
-            )
-
-    def _agree_flat(self, targets: Tensor, others: Tensor) -> bool:
-        if targets.numel() != others.numel():
-            return False
-        a, b = targets.flatten(), others.flatten()
-        return bool(((a == b) | (a == self.ignore_index) | (b == self.ignore_index)).all())
-
-    def without_targets(self, batch: Any) -> Any:
-        """A copy of the batch in which no label is valid; the batch itself where it shows no labels."""
-        labels = _labels_of(batch)
-        if not self.active or labels is None:
-            return batch
-        return with_entry(batch, LABELS, torch.full_like(labels, self.ignore_index))
+    def check_targets(self, targets: Tensor) -> bool:
+        """As `TargetCheck.check`."""
+        return self.targets.check(targets)
 
     def _agree(self, labels: Tensor, tokens: Tensor) -> bool:
         return bool(((labels == tokens) | (labels == self.ignore_index)).all())
 
-    def _sequence_dim(self, labels: Tensor) -> int:
-        dim = self.config.sequence_dim
-        if labels.ndim <= dim:
-            raise ValueError(
-                f"Labels of shape {list(labels.shape)} have no dimension {dim}, along which"
-                f" BatchConfig(sequence_dim={dim}) expects the sequence. Give labels [B, S], or set sequence_dim."
-            )
-        return dim
+    def _with_sequence(self, batch: Any) -> list[Found]:
+        """The labels that hold a token for each position. Others are an error unless they are left alone."""
+        found = find_labels(batch)
+        if self.config.shift_labels:
+            for one in found:
+                self._require_sequence(one)
+        return [one for one in found if self._is_sequence(one.labels)]
 
+    def _is_sequence(self, labels: Tensor) -> bool:
+        return labels.ndim > self.config.sequence_dim and not (labels.is_floating_point() or labels.dtype == torch.bool)
 
-def _labels_of(batch: Any) -> Tensor | None:
-    labels = batch.get(LABELS) if isinstance(batch, Mapping) else None
-    return labels if isinstance(labels, Tensor) else None
-
-
-def with_entry(batch: Any, key: str, value: Any) -> Any:
-    """A shallow copy of a mapping, of its own type, with one entry replaced."""
-    changed, original = copy.copy(batch), batch[key]
-    if changed is not batch and hasattr(changed, "__setitem__"):
-        changed[key] = value
-        if batch[key] is original:
-            return changed
-        batch[key] = original  # the copy shares its store with the batch
-    try:
-        return type(batch)({**batch, key: value})
-    except TypeError:
+    def _require_sequence(self, found: Found) -> None:
+        labels, dim = found.labels, self.config.sequence_dim
+        if self._is_sequence(labels):
+            return
+        what = f"have no dimension {dim}" if labels.ndim <= dim else f"are {labels.dtype}, no token ids"
         raise ValueError(
-            f"A batch of type {type(batch).__name__} can be neither copied and changed nor built from a dict, so its"
-            f" {key!r} cannot be replaced. Return a dict from the collate function."
-        ) from None
+            f"Labels of shape {list(labels.shape)} {what}: the module holds a CausalLMHead, so {found.path} is to be"
+            f" shifted by one along the sequence, dimension {dim} as BatchConfig(sequence_dim={dim}) says. Give labels"
+            " [B, S] of whole numbers, or set sequence_dim; where labels are something else, as the classes of"
+            " sequences, set BatchConfig(shift_labels=False), which leaves all labels as they are, and shift those of"
+            " the language model with `shift_labels` of lightning_longmoe.models."
+        )

@@ -13,7 +13,7 @@ from lightning_longmoe.models.head import CausalLMHead
 from lightning_longmoe.models.metrics import MeanTokenLoss, TokenPerplexity
 from lightning_longmoe.models.module import CausalLMModule
 from lightning_longmoe.models.moe import MoELayer, Router, update_router_biases
-from lightning_longmoe.models.shift import shift_labels
+from lightning_longmoe.models.shift import mark_shifted, shift_labels
 from lightning_longmoe.models.transformer import MoETransformer
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "MoETransformer",
     "Router",
     "TokenPerplexity",
+    "mark_shifted",
     "shift_labels",
     "take_aux_loss",
     "update_router_biases",

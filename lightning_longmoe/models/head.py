@@ -47,7 +47,8 @@ class CausalLMHead(nn.Module):
         gradient_scale: what gradients of weight and bias are multiplied by; the strategy sets 1/P, since the P ranks
             that own a row already sum over each other's tokens.
         reduction: the ranks that share the loss; the strategy sets it. None: the mean over this process's tokens.
-        check_targets: called with the targets of every loss; the strategy verifies there that they were shifted once.
+        check_targets: called with the targets of every loss, and with None where logits are asked for; the strategy
+            verifies there that they were shifted once.
 
     Raises:
         ValueError: a size or an option is out of range, or ``tied_to`` has another shape.
@@ -55,7 +56,7 @@ class CausalLMHead(nn.Module):
 
     projection: SpreadProjection | None
     reduction: TokenReduction | None
-    check_targets: Callable[[Tensor], None] | None
+    check_targets: Callable[[Tensor | None], Any] | None
 
     def __init__(
         self,
@@ -138,6 +139,8 @@ class CausalLMHead(nn.Module):
         """
         hidden = hidden.to(self._compute_dtype(hidden))
         if targets is None:
+            if self.check_targets is not None:
+                self.check_targets(None)
             return self._logits(hidden)
         if targets.shape != hidden.shape[:-1]:
             raise ValueError(

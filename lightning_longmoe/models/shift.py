@@ -17,6 +17,7 @@ def shift_labels(labels: Tensor, ignore_index: int = -100, dim: int = 1) -> Tens
         that same tensor: whoever shifts first (a strategy before it splits a sequence, or the module), it happens once.
     """
     if getattr(labels, "labels_shifted", False):
+        labels.shift_asked_for = True  # type: ignore[attr-defined]
         return labels
     targets = torch.roll(labels, -1, dims=dim)
     targets.select(dim, -1).fill_(ignore_index)
@@ -27,3 +28,8 @@ def mark_shifted(targets: Tensor) -> Tensor:
     """Mark a tensor as targets already (copies and slices of it carry no mark: mark them again)."""
     targets.labels_shifted = True  # type: ignore[attr-defined]
     return targets
+
+
+def was_asked_for(targets: Tensor) -> bool:
+    """Whether somebody called `shift_labels` with these targets after they were shifted, and so knows of the shift."""
+    return getattr(targets, "shift_asked_for", False)

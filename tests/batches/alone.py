@@ -52,8 +52,10 @@ class AloneStrategy(SingleDeviceStrategy):
     on_test_start = on_predict_start = on_validation_start
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.batches.on_evaluation_step()
-        return super().validation_step(*args, **kwargs)
+        self.batches.begin_step()
+        output = super().validation_step(*args, **kwargs)
+        self.batches.end_step(output)
+        return output
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         return self.batches.prediction(super().predict_step(*args, **kwargs), args[0])

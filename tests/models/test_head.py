@@ -237,8 +237,9 @@ def test_targets_are_checked_before_use() -> None:
     hidden, targets = make_batch()
     head(hidden, targets)
     head(hidden)
-    assert len(seen) == 1
+    assert len(seen) == 2
     assert seen[0] is targets
+    assert seen[1] is None  # logits
 
 
 @pytest.mark.parametrize(
