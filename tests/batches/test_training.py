@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -287,3 +288,9 @@ def test_uncountable_batches_on_one_rank_are_an_error_on_all() -> None:
             batches.next_window(0)
 
     on_threads(2, play)
+
+
+def test_a_copied_head_belongs_to_the_same_run() -> None:
+    trainer: Any = Strategyless(1)
+    batches = Batches(BatchConfig(), trainer, head=True)
+    assert copy.deepcopy([batches.check_targets])[0].__self__ is batches
