@@ -151,3 +151,13 @@ def is_placeholder(optimizer: Any) -> bool:
     from lightning.pytorch.core.optimizer import _MockOptimizer
 
     return isinstance(optimizer, _MockOptimizer)
+
+
+def asked_for_a_checkpoint(trainer: pl.Trainer) -> bool:
+    """Whether the user named a checkpoint, though the Trainer may have found none of that name ("last")."""
+    return bool(trainer._checkpoint_connector._user_managed)
+
+
+def reshaped(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """``tensor`` in another shape, on the same memory and yet no view of it for autograd: nobody else may hold it."""
+    return torch.ops.aten._unsafe_view.default(tensor, list(shape))

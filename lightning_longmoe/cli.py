@@ -7,28 +7,30 @@ command is one line in ``COMMANDS``.
 
 from __future__ import annotations
 
-import atexit
+import contextlib
 import difflib
 import importlib
 import inspect
 import os
 import re
+import shlex
 import sys
-import time
+import traceback
 import typing
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-import torch.distributed as dist
-from jsonargparse import Namespace, set_docstring_parse_options
+from jsonargparse import Namespace, set_parsing_settings
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
-import lightning_longmoe  # noqa: F401  registers the strategy by name
+import lightning_longmoe  # registers the strategy by name
+from lightning_longmoe.saving import CheckpointError
 
 STRATEGY_NAME = "longmoe"
 STRATEGY_PATH = "lightning_longmoe.LongMoEStrategy"
@@ -86,27 +88,47 @@ def run_trainer(arguments: list[str]) -> None:
     """``longmoe fit|validate|test|predict ...``."""
     if os.getcwd() not in sys.path:  # modules of the current folder can be named, as under `python -m`
         sys.path.append(os.getcwd())
-    atexit.register(leave_process_group)
     warnings.filterwarnings("ignore", message=".*treespec, LeafSpec.*")  # Lightning's own, nothing for a user to do
-    set_docstring_parse_options(attribute_docstrings=True)
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)
     # argparse's own usage names all options, and would push an error out of sight.
     usages = {name: {"usage": f"longmoe {name} [options]"} for name in TRAINER_COMMANDS}
-    LongMoECLI(
-        parser_class=LongMoEArgumentParser,
-        parser_kwargs={"prog": "longmoe", **usages},
-        trainer_defaults={"strategy": {"class_path": STRATEGY_PATH}},
-        seed_everything_default=DEFAULT_SEED,
-        save_config_callback=SaveRunConfig,
-        save_config_kwargs={"overwrite": True},
-        args=arguments,
-    )
+    with short_errors():
+        cli = LongMoECLI(
+            parser_class=LongMoEArgumentParser,
+            parser_kwargs={"prog": "longmoe", **usages},
+            trainer_defaults={"strategy": {"class_path": STRATEGY_PATH}},
+            seed_everything_default=DEFAULT_SEED,
+            save_config_callback=SaveRunConfig,
+            save_config_kwargs={"overwrite": True},
+            args=arguments,
+        )
+    tell_checkpoint(cli.trainer)
 
 
-def leave_process_group() -> None:
-    """Give gloo's threads time to end: a process that exits under them may abort, after a run that went well."""
-    if dist.is_available() and dist.is_initialized() and "gloo" in str(dist.get_backend()):
-        dist.destroy_process_group()
-        time.sleep(0.5)
+@contextlib.contextmanager
+def short_errors() -> Iterator[None]:
+    """A refusal of ours as one line instead of a traceback, which ``LONGMOE_TRACEBACK=1`` brings back."""
+    try:
+        yield
+    except (ValueError, CheckpointError) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        ours = frames and Path(frames[-1].filename).is_relative_to(Path(lightning_longmoe.__file__).parent)
+        if not ours or os.environ.get("LONGMOE_TRACEBACK", "0") not in ("", "0"):
+            raise
+        rank = os.environ.get("LOCAL_RANK", "0")
+        print(f"error: {error}" if rank == "0" else f"error on rank {rank}: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+def tell_checkpoint(trainer: Trainer) -> None:
+    """Where the checkpoint of a fit is, and how to make one file of a folder."""
+    path = getattr(trainer.checkpoint_callback, "best_model_path", "")
+    if not trainer.is_global_zero or trainer.state.fn != TrainerFn.FITTING or not path:
+        return
+    path = os.path.relpath(path) if Path(path).is_relative_to(Path.cwd()) else path
+    print(f"Checkpoint: {path}")
+    if Path(path).is_dir():
+        print(f"As one file that plain torch loads: longmoe consolidate {shlex.quote(path)} checkpoint.pt")
 
 
 class LongMoECLI(LightningCLI):

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_longmoe._compat import local_tensor
+from lightning_longmoe.runtime.ranges import ranged
 
 
 class _Sharding(NamedTuple):
@@ -30,6 +31,7 @@ class _Sharding(NamedTuple):
     axes: tuple[int, ...]
 
 
+@ranged("longmoe/clip")
 @torch.no_grad()
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor],

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
+import time
 from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.trainer.states import TrainerFn
 
+from lightning_longmoe import _compat
 from lightning_longmoe.launchers import NotebookLauncher
+from lightning_longmoe.saving import newest_complete
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -39,6 +45,18 @@ def choose_launcher(strategy: ParallelStrategy, name: LauncherName, processes: i
     return NotebookLauncher(strategy, start_method=name)
 
 
+@functools.cache
+def leave_process_group_at_exit() -> None:
+    """Give gloo's threads time to end: a process that exits under them may abort, after a run that went well."""
+
+    def leave() -> None:
+        if dist.is_available() and dist.is_initialized() and "gloo" in str(dist.get_backend()):
+            dist.destroy_process_group()
+            time.sleep(0.5)
+
+    atexit.register(leave)
+
+
 def refuse_unusable_environment(device: torch.device, world_size: int) -> None:
     """Raise ValueError for an accelerator or a process group that the strategy cannot use.
 
@@ -63,6 +81,25 @@ def refuse_unusable_environment(device: torch.device, world_size: int) -> None:
                 f"The process group that is already initialized uses the backend {str(backend)!r}, which cannot reduce"
                 " tensors on GPUs: initialize it with 'nccl' or 'cuda:nccl,cpu:gloo'."
             )
+
+
+def refuse_fresh_start(trainer: pl.Trainer) -> None:
+    """Raise ValueError where ``ckpt_path="last"`` found no ``last.ckpt`` though a complete checkpoint lies beside it.
+
+    Lightning would start anew, as after a run that was killed while it wrote its first ``last.ckpt``.
+    """
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    fitting = trainer.state.fn == TrainerFn.FITTING
+    if not fitting or trainer.ckpt_path is not None or not _compat.asked_for_a_checkpoint(trainer):
+        return
+    folders = [c.dirpath for c in trainer.callbacks if isinstance(c, ModelCheckpoint) and c.dirpath]  # type: ignore[attr-defined]
+    found = [path for path in map(newest_complete, dict.fromkeys(folders)) if path is not None]
+    if found:
+        raise ValueError(
+            f"ckpt_path='last' found no last checkpoint, and {str(found[0])!r} is complete: it would start from step 0."
+            f" Pass ckpt_path={str(found[0])!r}, or None to start anew."
+        )
 
 
 def refuse_unusable_callbacks(trainer: pl.Trainer) -> None:

@@ -36,7 +36,13 @@ from lightning_longmoe.config import (
     as_config,
     as_operator,
 )
-from lightning_longmoe.environment import choose_launcher, refuse_unusable_callbacks, refuse_unusable_environment
+from lightning_longmoe.environment import (
+    choose_launcher,
+    leave_process_group_at_exit,
+    refuse_fresh_start,
+    refuse_unusable_callbacks,
+    refuse_unusable_environment,
+)
 from lightning_longmoe.layout import Layout
 from lightning_longmoe.loops import evaluate_without_inference_mode, reduce_tensor
 from lightning_longmoe.materialize import agree_on_initial_values, agreed_seed, materialize, move_to_device
@@ -179,6 +185,7 @@ class LongMoEStrategy(ModelParallelStrategy):
         refuse_unusable_environment(self.root_device, self.world_size)
         ParallelStrategy.setup_environment(self)
         self._setup_distributed()
+        leave_process_group_at_exit()
         assert self.lightning_module is not None
         # The module's experts decide the automatic expert size, and `configure_model` may still have to make them: here
         # only the mesh that users see is needed, and it does not depend on them.
@@ -238,12 +245,13 @@ class LongMoEStrategy(ModelParallelStrategy):
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
         refuse_unusable_callbacks(trainer)
+        refuse_fresh_start(trainer)
         evaluate_without_inference_mode(trainer)
         module = self.lightning_module
         self._meshes = self._choose_meshes(module)
         self._device_mesh = module._device_mesh = self._meshes.user
         self._early.remember(module)
-        if parallelized(module) is None:
+        if parallelized(module) is None:  # a second run keeps what the first made of the module
             self._parallelize(module)
         reshard(module)
         check_every_parameter_is_sharded(module)  # a second run may bring parameters that the first never saw

@@ -32,6 +32,7 @@ from lightning_longmoe.dispatch.region import ACCUMULATORS, GRADIENTS, PARAMETER
 from lightning_longmoe.dispatch.region_backward import RegionBackward, RegionGradients
 from lightning_longmoe.dispatch.transport import GroupTransport, SoloTransport
 from lightning_longmoe.runtime.ledger import Arena, Ledger
+from lightning_longmoe.runtime.ranges import ranged
 from lightning_longmoe.runtime.replay import remember, replaying
 
 
@@ -177,6 +178,7 @@ class _Call:
     def _current_versions(self) -> list[int]:
         return [0 if t.is_inference() else t._version for t in (self.expert_ids, self.expert_weights)]
 
+    @ranged("longmoe/dispatch/forward")
     def forward(self, x: Tensor, weights: ExpertStack) -> Tensor:
         dispatch, replay = self.dispatch, replaying()
         arena, transport = dispatch.arena(x.device), dispatch.transport()
@@ -192,6 +194,7 @@ class _Call:
         finally:
             arena.close()
 
+    @ranged("longmoe/dispatch/plan")
     def _make_plan(self, arena: Arena, weights: ExpertStack) -> LayerPlan:
         dispatch, transport = self.dispatch, self.dispatch.transport()
         dispatch.counts["exchange"] += 1
@@ -209,6 +212,7 @@ class _Call:
         )
         return transport.run(steps)
 
+    @ranged("longmoe/dispatch/backward")
     def backward(self, x: Tensor, weights: ExpertStack, grad: Tensor) -> RegionGradients:
         if self._versions != self._current_versions():
             raise RuntimeError("expert_ids or expert_weights were changed in place between forward and backward.")

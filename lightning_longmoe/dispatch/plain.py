@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lightning_longmoe._compat import reshaped
 from lightning_longmoe.config import ExpertLayout
 from lightning_longmoe.kernels.expert_mlp import expert_mlp
 from lightning_longmoe.runtime.replay import remember
@@ -158,7 +159,8 @@ def _weighted_sum(rows: Tensor, expert_weights: Tensor) -> Tensor:
     """rows [N·K, H] in route order, weights [N, K] -> [N, H], without a weighted copy of the rows."""
     tokens, top_k = expert_weights.shape
     weights = expert_weights.to(rows.dtype).unsqueeze(1)
-    return torch.bmm(weights, rows.view(tokens, top_k, rows.size(-1))).squeeze(1)
+    summed = torch.bmm(weights, rows.view(tokens, top_k, rows.size(-1)))
+    return reshaped(summed, (tokens, rows.size(-1)))  # as a view, FSDP2 would warn of in-place changes to it
 
 
 class _SpreadTokens(torch.autograd.Function):

@@ -32,6 +32,7 @@ from lightning_longmoe.dispatch.tables import group_ends
 from lightning_longmoe.dispatch.transport import AllToAll, PointToPoint, Steps, Wait
 from lightning_longmoe.kernels.expert_grad import wide_dtype
 from lightning_longmoe.runtime.ledger import Arena
+from lightning_longmoe.runtime.ranges import ranged
 
 PARAMETERS, GRADIENTS, ACCUMULATORS = "parameters", "parameter gradients", "weight-gradient accumulators"
 _TILE_BYTES = 2**26
@@ -291,6 +292,7 @@ class RegionForward(Region):
         chunk = self.open_chunk(index)
         return chunk, (yield from self.dispatch(chunk, self.inputs.x))
 
+    @ranged("longmoe/dispatch/chunk")
     def _outputs(self, gate_up: list[Tensor], chunk: Chunk, stacks: list[ExpertStack]) -> list[Tensor]:
         """[., G] -> the experts' outputs [., H] of each stack. Releases ``gate_up`` and empties the list."""
         outputs = []

@@ -20,6 +20,7 @@ from torch import Tensor
 from lightning_longmoe.dispatch.experts import ExpertStack
 from lightning_longmoe.dispatch.region import ACCUMULATORS, GRADIENTS, Chunk, Flight, Region
 from lightning_longmoe.dispatch.transport import AllToAll, PointToPoint, Steps, Wait
+from lightning_longmoe.runtime.ranges import ranged
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,6 +172,7 @@ class RegionBackward(Region):
             math.add_bias(total.gate_up_bias, own, None, group)
         return grad_weights
 
+    @ranged("longmoe/dispatch/chunk")
     def _row_gradients(self, gate_up: list[Tensor], chunk: Chunk, stacks: list[ExpertStack]) -> list[Tensor]:
         """Gradients [., G] -> [., H] of each stack, or nothing where nobody wants them. Empties ``gate_up``."""
         if not self.plan.needs.x:

@@ -186,8 +186,8 @@ class CausalLMModule(LightningModule):
         """Log what all ranks saw together; the metric itself sums over them."""
         loss = metric.compute()
         metric.reset()
-        self.log(f"{stage}_loss", loss, prog_bar=True)
-        self.log(f"{stage}_perplexity", loss.exp())
+        self.log(f"{stage}_loss", loss, prog_bar=True, sync_dist=True)
+        self.log(f"{stage}_perplexity", loss.exp(), sync_dist=True)
 
     def _built(self, module: Any) -> Any:
         if module is None:

@@ -33,6 +33,7 @@ from torch import Tensor
 from lightning_longmoe.config import RingDTP
 from lightning_longmoe.kernels.expert_grad import wide_dtype
 from lightning_longmoe.runtime.ledger import Arena
+from lightning_longmoe.runtime.ranges import ranged
 from lightning_longmoe.vocabulary.ring import Cargo, Ring, circulate
 from lightning_longmoe.vocabulary.spans import Mode, Pieces, VocabularySplit, tiles
 from lightning_longmoe.vocabulary.tiles import Logits, M, TileMath, TokenBlock, VocabularyBlock
@@ -134,6 +135,7 @@ class _Pass:
 class ForwardPass(_Pass):
     """States of this rank's tokens over the whole vocabulary."""
 
+    @ranged("longmoe/vocabulary/forward")
     def run(self) -> Tensor:
         """Returns: [N, k] wide, booked as states."""
         shape = (self.inputs.x.size(0), self.problem.logits.state_columns)
@@ -187,6 +189,7 @@ class Wanted:
 class BackwardPass(_Pass):
     """Gradients from the slopes of every token; see `lightning_longmoe.vocabulary.tiles` for what slopes are."""
 
+    @ranged("longmoe/vocabulary/backward")
     def run(self, slopes: Tensor, wanted: Wanted) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Compute what is wanted.
 

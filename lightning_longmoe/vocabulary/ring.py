@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_longmoe.runtime.ledger import Arena
+from lightning_longmoe.runtime.ranges import ranged
 from lightning_longmoe.vocabulary.spans import Pieces
 
 TRAVELLING, CARRIED = "travelling pieces", "travelling accumulators"
@@ -66,6 +67,7 @@ class Ring:
         self.rank = rank if group is None else dist.get_rank(group)
         self.traffic = Traffic() if traffic is None else traffic
 
+    @ranged("longmoe/vocabulary/hop")
     def hop(self, send: Sequence[Tensor], receive: Sequence[Tensor]) -> list[dist.Work]:
         """Start sending to the next rank and receiving from the one before, in one batch.
 
