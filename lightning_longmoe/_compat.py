@@ -5,6 +5,7 @@ Each has a test in ``tests/test_compat.py`` that fails when it moves.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -153,9 +154,15 @@ def is_placeholder(optimizer: Any) -> bool:
     return isinstance(optimizer, _MockOptimizer)
 
 
-def asked_for_a_checkpoint(trainer: pl.Trainer) -> bool:
-    """Whether the user named a checkpoint, though the Trainer may have found none of that name ("last")."""
-    return bool(trainer._checkpoint_connector._user_managed)
+def requested_checkpoint() -> Any:
+    """``ckpt_path`` as given to the running ``Trainer.fit``, which itself forgets a "last" that it did not find.
+
+    None in processes that a notebook launcher started: no ``fit`` of theirs is running.
+    """
+    frame = inspect.currentframe()
+    while frame is not None and (frame.f_code.co_name != "fit" or "ckpt_path" not in frame.f_locals):
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals["ckpt_path"]
 
 
 def reshaped(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

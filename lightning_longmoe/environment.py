@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_longmoe import _compat
 from lightning_longmoe.launchers import NotebookLauncher
@@ -90,8 +89,7 @@ def refuse_fresh_start(trainer: pl.Trainer) -> None:
     """
     from lightning.pytorch.callbacks import ModelCheckpoint
 
-    fitting = trainer.state.fn == TrainerFn.FITTING
-    if not fitting or trainer.ckpt_path is not None or not _compat.asked_for_a_checkpoint(trainer):
+    if trainer.ckpt_path is not None or _compat.requested_checkpoint() != "last":
         return
     folders = [c.dirpath for c in trainer.callbacks if isinstance(c, ModelCheckpoint) and c.dirpath]  # type: ignore[attr-defined]
     found = [path for path in map(newest_complete, dict.fromkeys(folders)) if path is not None]

@@ -343,6 +343,13 @@ class LongMoEStrategy(ModelParallelStrategy):
 
     # -----------------------------------------------------------------------------------------------------------------
     # A step: forward and backward of each micro-batch, then the update
+    #
+    #   1 on_train_batch_start  the window's count of valid targets goes to the heads          (batches, reduction)
+    #   2 training_step         blocks gather, route, dispatch; the head gives the global mean  (dispatch, vocabulary)
+    #   3 backward              blocks are recomputed; gradients are reduced as they come       (recompute, FSDP2)
+    #   4 post_backward         what lives outside FSDP2 is averaged over its copies            (parallelize)
+    #   5 clip_gradients        one norm over all meshes                                        (precision, clipping)
+    #   6 optimizer_step        runs 2 to 5 of the window's last micro-batch, then updates; routers' biases follow
     # -----------------------------------------------------------------------------------------------------------------
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -369,7 +376,7 @@ class LongMoEStrategy(ModelParallelStrategy):
             self._set_gradient_sync(True)
 
     def _set_gradient_sync(self, enabled: bool) -> None:
-        self._accumulating = not enabled
+        self._accumulating = not enabled  # gradients stay unreduced on each rank until the window's last micro-batch
         for child in self.lightning_module.modules():  # type: ignore[union-attr]
             if isinstance(child, FSDPModule):
                 child.set_requires_gradient_sync(enabled, recurse=False)
@@ -523,7 +530,8 @@ class LongMoEStrategy(ModelParallelStrategy):
         )
         states = checkpoint.get("longmoe", {}).get("resume")
         if states and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
-            self.batches.load_resume_state(states[self.global_rank if len(states) == self.world_size else 0])
+            same_world = len(states) == self.world_size  # else only what all ranks had in common goes on: rank 0 has it
+            self.batches.load_resume_state(states[self.global_rank if same_world else 0])
         return checkpoint
 
     @override

@@ -238,3 +238,38 @@ def test_fit_validate_and_consolidate_work_and_no_saved_configuration_is_overwri
     assert code == 0, err
     weights = torch.load(out, weights_only=True)["state_dict"]
     assert weights["head.weight"].shape == (256, 16)
+
+
+# --------------------------------------------------------------------------------------------------- errors and the end
+SMALL = [
+    *BASE,
+    "--data=lightning_longmoe.LongTextDataModule",
+    "--trainer.accelerator=cpu",
+    "--trainer.devices=1",
+    "--trainer.limit_train_batches=2",
+    "--trainer.limit_val_batches=1",
+    "--trainer.max_epochs=1",
+    "--trainer.enable_progress_bar=false",
+    "--trainer.logger=false",
+]
+
+
+def _fit_small(folder: str, *more: str) -> tuple[int, str, str]:
+    os.chdir(folder)
+    return run(*SMALL, *more)
+
+
+def test_a_refusal_of_ours_is_one_line_and_a_traceback_on_request(tmp_path: Path) -> None:
+    code, _, err = run_on_ranks(1, _fit_small, str(tmp_path), "--trainer.precision=16-true", init_group=False)[0]
+    assert code == 1
+    assert "error: Trainer(precision='16-true') is not supported" in err
+    assert "Traceback" not in err
+
+
+def test_a_fit_ends_with_the_place_of_its_checkpoint(tmp_path: Path) -> None:
+    code, out, err = run_on_ranks(1, _fit_small, str(tmp_path), init_group=False)[0]
+    assert code == 0, err
+    (line,) = [line for line in out.splitlines() if line.startswith("Checkpoint: ")]
+    path = tmp_path / line.removeprefix("Checkpoint: ")
+    assert path.is_dir()
+    assert f"longmoe consolidate {line.removeprefix('Checkpoint: ')} checkpoint.pt" in out

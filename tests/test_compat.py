@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -116,3 +117,29 @@ def test_lightnings_placeholder_optimizer_is_recognised() -> None:
 
     assert _compat.is_placeholder(_MockOptimizer())
     assert not _compat.is_placeholder(torch.optim.SGD([torch.ones(1)]))
+
+
+def test_a_reshaped_tensor_is_no_view_and_passes_gradients() -> None:
+    x = torch.randn(2, 1, 3, requires_grad=True)
+    out = _compat.reshaped(x * 2, (2, 3))
+    assert out._base is None
+    out.sum().backward()
+    assert torch.equal(x.grad, torch.full((2, 1, 3), 2.0))
+
+
+@pytest.mark.parametrize("given", [None, "last"])
+def test_the_checkpoint_that_a_fit_was_asked_for_is_known_also_where_it_was_not_found(given: str | None) -> None:
+    import lightning.pytorch as pl
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    seen: list[object] = []
+
+    class Ask(pl.Callback):
+        def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+            seen.append(_compat.requested_checkpoint())
+
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "barebones": False}
+    trainer = pl.Trainer(accelerator="cpu", max_steps=1, callbacks=[Ask()], **quiet)
+    trainer.fit(BoringModel(), ckpt_path=given)
+    assert seen == [given]
+    assert _compat.requested_checkpoint() is None

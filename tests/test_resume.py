@@ -249,3 +249,10 @@ def test_a_consolidated_file_loads_in_plain_torch_and_in_lightning(tmp_path: Pat
     for state in run_on_ranks(1, _consolidated, str(tmp_path))[0]:
         for name, value in weights.items():
             assert torch.equal(state[name], value), name
+
+
+def test_last_that_was_never_finished_does_not_start_anew_beside_a_complete_checkpoint(tmp_path: Path) -> None:
+    run_on_ranks(1, run, str(tmp_path), settings={"max_steps": 3})
+    with pytest.raises(RemoteError, match=r"ckpt_path='last' found no last checkpoint, and .*step=3.ckpt' is complete"):
+        run_on_ranks(1, run, str(tmp_path), checkpoint="last", settings={"max_steps": 3})
+    run_on_ranks(1, run, str(tmp_path / "empty"), checkpoint="last", settings={"max_steps": 3})
