@@ -69,10 +69,12 @@ class Parallelized:
     Attributes:
         meshes: the groups it is sharded over.
         takeover: what was done to it.
+        experts: ids of the expert stacks that it had.
     """
 
     meshes: Meshes
     takeover: Takeover
+    experts: set[int]
 
 
 def parallelized(module: nn.Module) -> Parallelized | None:
@@ -111,7 +113,8 @@ def parallelize(
     _recompute_blocks(module, blocks, recompute, takeover)
     _fully_shard_all(module, blocks, meshes, fsdp, precision, takeover)
     _connect_reduction(module, takeover)
-    module._longmoe_parallelized = Parallelized(meshes, takeover)  # type: ignore[assignment]
+    experts = {id(child) for child in module.modules() if isinstance(child, Experts)}
+    module._longmoe_parallelized = Parallelized(meshes, takeover, experts)  # type: ignore[assignment]
     return takeover
 
 
@@ -387,13 +390,38 @@ def _connect_reduction(module: nn.Module, takeover: Takeover) -> None:
         takeover.rows.append(("loss", "-", "the module's own: no CausalLMHead found, a mean of each rank's value"))
 
 
+def check_run(module: nn.Module) -> None:
+    """Raise ValueError where a run begins with a module that is not wholly what `parallelize` made.
+
+    A second run may bring parts that the first never saw: added or replaced by the user, or made anew by a
+    ``configure_model`` that does not ask whether they are there.
+    """
+    done = parallelized(module)
+    assert done is not None
+    reduction = done.takeover.reduction
+    strangers = [
+        name
+        for name, child in module.named_modules()
+        if (isinstance(child, (CausalLMHead, Router)) and child.reduction is not reduction)
+        or (isinstance(child, Experts) and id(child) not in done.experts)
+    ]
+    if strangers:
+        raise ValueError(
+            f"{strangers[:10]} came into the module after it was sharded, and nothing connects them to the other ranks."
+            " Replace parts before the first run; in `configure_model` return where they are there already"
+            " (`if self.model is not None: return`). To go on with other parts, load a checkpoint into a fresh module."
+        )
+    check_every_parameter_is_sharded(module)
+
+
 def check_every_parameter_is_sharded(module: nn.Module) -> None:
     """Raise ValueError that names parameters which no group owns: they would diverge between ranks silently."""
     plain = [name for name, parameter in module.named_parameters() if not isinstance(parameter, DTensor)]
     if plain:
         raise ValueError(
             f"{len(plain)} parameters are outside every group and would diverge between ranks: {plain[:10]}."
-            " Register them before `Trainer.fit` (in `__init__` or `configure_model`), or shard them with"
+            " Register them before the first run, in `__init__` or in a `configure_model` that returns where the module"
+            " is built already, or shard them with"
             " `fully_shard(..., mesh=self.device_mesh['data_parallel'])` in `configure_model`."
         )
 

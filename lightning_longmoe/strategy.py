@@ -25,6 +25,7 @@ from typing_extensions import override
 
 from lightning_longmoe import _compat, saving
 from lightning_longmoe.batches import Batches, HostGroup
+from lightning_longmoe.buffers import agree_on_buffers
 from lightning_longmoe.config import (
     BatchConfig,
     FSDPConfig,
@@ -53,7 +54,7 @@ from lightning_longmoe.optimizer.remap import EarlyParameters, remap_optimizers
 from lightning_longmoe.parallelize import (
     Takeover,
     average_outside,
-    check_every_parameter_is_sharded,
+    check_run,
     layout_for,
     parallelize,
     parallelized,
@@ -254,7 +255,7 @@ class LongMoEStrategy(ModelParallelStrategy):
         if parallelized(module) is None:  # a second run keeps what the first made of the module
             self._parallelize(module)
         reshard(module)
-        check_every_parameter_is_sharded(module)  # a second run may bring parameters that the first never saw
+        check_run(module)
         self._batches = self._batches_for(trainer, module)
         self.barrier("parallelized")
         if trainer.state.fn == TrainerFn.FITTING:
@@ -276,7 +277,7 @@ class LongMoEStrategy(ModelParallelStrategy):
         )
         materialize(module, self.root_device, agreed_seed(self.meshes.control))
         move_to_device(module, self.root_device)
-        self._early.release_data()
+        self._early.release(module)
         _compat.lazily_initialize_root(module)
         if self.is_global_zero:
             print_start_up_table(self.layout, takeover, module)
@@ -436,17 +437,21 @@ class LongMoEStrategy(ModelParallelStrategy):
     def on_train_end(self) -> None:
         reshard(self.lightning_module)  # type: ignore[arg-type]
 
+    def _start_evaluation(self) -> None:
+        agree_on_buffers(self.lightning_module, self.meshes.control)  # type: ignore[arg-type]
+        self.batches.on_evaluation_start()
+
     @override
     def on_validation_start(self) -> None:
-        self.batches.on_evaluation_start()
+        self._start_evaluation()
 
     @override
     def on_test_start(self) -> None:
-        self.batches.on_evaluation_start()
+        self._start_evaluation()
 
     @override
     def on_predict_start(self) -> None:
-        self.batches.on_evaluation_start()
+        self._start_evaluation()
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -508,6 +513,7 @@ class LongMoEStrategy(ModelParallelStrategy):
         assert self.lightning_module is not None
         control, timeout_s = self.meshes.control, self.saving.all_ranks_timeout_s
         saving.require_all_ranks(control, timeout_s)
+        agree_on_buffers(self.lightning_module, control)
         checkpoint["longmoe"] = {
             "config": self.config(),
             "layout": dataclasses.asdict(self.layout),

@@ -10,12 +10,51 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
 
 from lightning_longmoe import _compat
+
+_OF_MODULES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+
+
+class StaleParameter(nn.Parameter):
+    """A parameter as it was before sharding. It has no values any more, and says so."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in ("__get__", "__set__", "__hash__"):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        raise RuntimeError(
+            "This parameter was kept from before the model was sharded, and training updates another object. Ask"
+            " `self.parameters()` or `self.named_parameters()` when you need it, or keep a list of parameters as an"
+            " attribute of the module: those are replaced."
+        )
+
+
+def _with_successors(value: Any, successors: dict[int, nn.Parameter]) -> Any:
+    """``value`` with early parameters replaced, in nested containers too; itself where there are none."""
+    if isinstance(value, nn.Parameter):
+        return successors.get(id(value), value)
+    if isinstance(value, (list, tuple, set)):
+        replaced = [_with_successors(item, successors) for item in value]
+        if all(new is old for new, old in zip(replaced, value, strict=True)):
+            return value
+        if isinstance(value, list):
+            value[:] = replaced
+            return value
+        return type(value)(*replaced) if hasattr(value, "_fields") else type(value)(replaced)
+    if isinstance(value, dict):
+        for key, item in list(value.items()):
+            new = _with_successors(item, successors)
+            if new is not item:
+                value[key] = new
+    return value
 
 
 @dataclass
@@ -31,11 +70,25 @@ class EarlyParameters:
                 self.names[id(parameter)] = name
                 self.objects.append(parameter)
 
-    def release_data(self) -> None:
-        """Let go of the values (the sharded parameters own theirs) while keeping the objects."""
-        for parameter in self.objects:
-            if not isinstance(parameter, DTensor):
-                parameter.data = parameter.data.new_empty(0)
+    def release(self, module: nn.Module) -> None:
+        """Let go of the values, which the sharded parameters own now, while keeping the objects.
+
+        Lists, tuples, dicts and sets in attributes of ``module`` and its children get the live parameters instead.
+        Whoever else still holds an early one, such as a closure, gets an error on use.
+        """
+        live = dict(module.named_parameters(remove_duplicate=False))
+        successors = {
+            id(early): live[self.names[id(early)]] for early in self.objects if self.names[id(early)] in live
+        }
+        for child in module.modules():
+            for name, value in vars(child).items():
+                if name not in _OF_MODULES and isinstance(value, (list, tuple, dict, set)):
+                    child.__dict__[name] = _with_successors(value, successors)
+        current = {id(parameter) for parameter in live.values()}
+        for early in self.objects:
+            if not isinstance(early, DTensor) and id(early) not in current:
+                early.data = early.data.new_empty(0)
+                early.__class__ = StaleParameter
 
 
 def remap_optimizers(module: nn.Module, optimizers: Iterable[Optimizer], early: EarlyParameters) -> int:
