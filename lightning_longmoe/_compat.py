@@ -5,6 +5,7 @@ Each has a test in ``tests/test_compat.py`` that fails when it moves.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Iterator
 from datetime import timedelta
@@ -168,3 +169,14 @@ def requested_checkpoint() -> Any:
 def reshaped(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """``tensor`` in another shape, on the same memory and yet no view of it for autograd: nobody else may hold it."""
     return torch.ops.aten._unsafe_view.default(tensor, list(shape))
+
+
+@functools.cache
+def let_anomaly_detection_see_dtensors() -> None:
+    """Teach DTensor the one operation of ``torch.autograd.set_detect_anomaly`` that it lacks: is any element true?"""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.experimental import register_sharding
+
+    @register_sharding(torch.ops.aten._is_any_true.default)
+    def _(x: Any) -> list[Any]:
+        return [([Replicate()], [Replicate()])]

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -108,6 +108,24 @@ def total_norm(parameters: Tensor | Iterable[Tensor], norm_type: float = 2.0) ->
     norm = power.amax() if math.isinf(norm_type) else power.sum() ** (1.0 / norm_type)
     is_double = any(parameter.dtype == torch.float64 for parameter in parameters)
     return norm.to(torch.float64 if is_double else torch.float32)
+
+
+@torch.no_grad()
+def grad_norms(module: nn.Module, norm_type: float = 2.0) -> dict[str, float]:
+    """The norm of each parameter's gradient over all ranks, and of all, as Lightning's ``grad_norm``. A collective.
+
+    Args:
+        module: sharded or not; parameters without a gradient are left out.
+        norm_type: above 0; ``float("inf")`` for the largest absolute value.
+
+    Returns:
+        numbers for ``log_dict``, named ``grad_{norm_type}_norm/{parameter}`` and ``grad_{norm_type}_norm_total``. All
+        ranks must have gradients for the same parameters.
+    """
+    named = [(name, p) for name, p in module.named_parameters() if p.grad is not None]
+    prefix = f"grad_{float(norm_type)}_norm"
+    norms = {f"{prefix}/{name}": float(total_norm([parameter], norm_type)) for name, parameter in named}
+    return {**norms, f"{prefix}_total": float(total_norm([p for _, p in named], norm_type))} if named else {}
 
 
 @torch.no_grad()

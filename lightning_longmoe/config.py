@@ -23,6 +23,22 @@ def _require_positive(config: object, *names: str) -> None:
             )
 
 
+def require_seconds(owner: str, name: str, value: Any) -> None:
+    """Raise ValueError for what is not a number of seconds above 0."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+        raise ValueError(f"{owner}({name}={value!r}) is not allowed: give seconds as a number above 0.")
+
+
+def _as_names(config: object, name: str) -> None:
+    """One class name given as text is a list of one."""
+    value = getattr(config, name)
+    if isinstance(value, str):
+        value = [value]
+    if value is not None and not (isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value)):
+        raise ValueError(f"{type(config).__name__}({name}={value!r}) is not allowed: give class names, or None.")
+    object.__setattr__(config, name, None if value is None else list(value))
+
+
 def _require_choice(config: object, name: str, choices: tuple[Any, ...]) -> None:
     value = getattr(config, name)
     if value not in choices:
@@ -70,6 +86,7 @@ class FSDPConfig:
 
     def __post_init__(self) -> None:
         _require_choice(self, "reduce_dtype", ("float32", "bfloat16"))
+        _as_names(self, "blocks")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +97,9 @@ class RecomputeConfig:
     """Recompute each block in the backward instead of keeping its activations."""
     blocks: Union[list[str], None] = None
     """Class names of the modules that are recomputed. None: the blocks that become FSDP units."""
+
+    def __post_init__(self) -> None:
+        _as_names(self, "blocks")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,8 +140,7 @@ class SaveConfig:
     """Refuse checkpoints that hold more than plain values and tensors, where the Trainer is not told."""
 
     def __post_init__(self) -> None:
-        if self.all_ranks_timeout_s <= 0:
-            raise ValueError(f"SaveConfig(all_ranks_timeout_s={self.all_ranks_timeout_s}) must be above 0 seconds.")
+        require_seconds("SaveConfig", "all_ranks_timeout_s", self.all_ranks_timeout_s)
 
 
 @dataclass(frozen=True, kw_only=True)

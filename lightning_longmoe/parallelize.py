@@ -105,6 +105,7 @@ def parallelize(
     Raises:
         ValueError: a setting does not fit the module, or a parameter ends up outside every group.
     """
+    _compat.let_anomaly_detection_see_dtensors()
     takeover = Takeover(reduction=TokenReduction(meshes.world_group, meshes.layout.world_size))
     refuse_foreign_wrappers(module)
     blocks = find_blocks(module, fsdp.blocks)

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_longmoe import _compat, saving
+from lightning_longmoe.advice import add_advice
 from lightning_longmoe.batches import Batches, HostGroup
 from lightning_longmoe.buffers import agree_on_buffers
 from lightning_longmoe.config import (
@@ -36,6 +37,7 @@ from lightning_longmoe.config import (
     SaveConfig,
     as_config,
     as_operator,
+    require_seconds,
 )
 from lightning_longmoe.environment import (
     choose_launcher,
@@ -108,8 +110,7 @@ class LongMoEStrategy(ModelParallelStrategy):
         process_group_backend: str | None = None,
         timeout_s: float = 1800,
     ) -> None:
-        if timeout_s <= 0:
-            raise ValueError(f"LongMoEStrategy(timeout_s={timeout_s}) must be above 0 seconds.")
+        require_seconds("LongMoEStrategy", "timeout_s", timeout_s)
         if launcher not in ("script", "fork", "spawn"):
             raise ValueError(f"LongMoEStrategy(launcher={launcher!r}): choose 'script', 'fork' or 'spawn'.")
         self.parallel = as_config(parallel, ParallelConfig, "parallel")
@@ -142,7 +143,7 @@ class LongMoEStrategy(ModelParallelStrategy):
 
     def __repr__(self) -> str:
         """Also what Lightning shows when a Trainer of the other package, pytorch_lightning, refuses this object."""
-        return f"<{type(self).__module__}.{type(self).__name__} for lightning.pytorch.Trainer, not pytorch_lightning's>"
+        return f"<{type(self).__name__}: use `from lightning.pytorch import Trainer`, not pytorch_lightning's>"
 
     # -----------------------------------------------------------------------------------------------------------------
     # Processes and meshes
@@ -551,6 +552,7 @@ class LongMoEStrategy(ModelParallelStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         """Forget what a failed step left behind. No collective: the other ranks may not have failed."""
+        add_advice(exception)
         discard_aux_losses()
         if self.lightning_module is not None and parallelized(self.lightning_module) is not None:
             self.takeover.reduction.begin_microbatch(None)

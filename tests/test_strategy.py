@@ -48,7 +48,7 @@ def test_unsupported_precision_is_refused(precision: str, by_name: bool) -> None
 
 def test_a_trainer_of_the_other_package_is_told_which_one_to_use() -> None:
     other = pytest.importorskip("pytorch_lightning")
-    with pytest.raises(ValueError, match=r"lightning\.pytorch\.Trainer, not pytorch_lightning"):
+    with pytest.raises(ValueError, match=r"from lightning\.pytorch import Trainer`, not pytorch_lightning"):
         other.Trainer(strategy=LongMoEStrategy(), accelerator="cpu", devices=1)
 
 
