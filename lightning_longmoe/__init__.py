@@ -5,8 +5,10 @@ Importing the package registers the strategy by name: ``Trainer(strategy="longmo
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_longmoe.boundaries import BoundaryOffloader
 from lightning_longmoe.config import (
     BatchConfig,
+    BoundaryOffload,
     ExpertLayout,
     FSDPConfig,
     ParallelConfig,
@@ -25,6 +27,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BatchConfig",
+    "BoundaryOffload",
+    "BoundaryOffloader",
     "CausalLMHead",
     "CausalLMModule",
     "ExpertLayout",

@@ -9,6 +9,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, Union
 
+from lightning_longmoe.runtime.host_memory import parse_bytes
+
 T = TypeVar("T")
 
 Activation = Literal["silu", "gelu", "identity", "gpt_oss"]
@@ -97,6 +99,13 @@ class RecomputeConfig:
     """Recompute each block in the backward instead of keeping its activations."""
     blocks: Union[list[str], None] = None
     """Class names of the modules that are recomputed. None: the blocks that become FSDP units."""
+    boundaries_per_layer: int = 1
+    """1: a block is recomputed as a whole, and its input is kept. 2: the two parts that it names in
+    ``recompute_parts`` (attention, experts) are recomputed one after the other: twice as many boundaries are kept, and
+    only one part's activations are alive at a time."""
+
+    def __post_init__(self) -> None:
+        _require_choice(self, "boundaries_per_layer", (1, 2))
 
     def __post_init__(self) -> None:
         _as_names(self, "blocks")
@@ -240,3 +249,25 @@ class RingDTP:
     def __post_init__(self) -> None:
         _require_choice(self, "mode", ("auto", "weights", "activations"))
         _require_positive(self, "token_tile", "vocab_tile")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoundaryOffload:
+    """Inputs of recomputed blocks wait in host memory (selective checkpoint offload, arXiv 2609.14306, Algorithm 3)."""
+
+    host_budget: Union[int, str, None] = None
+    """Host memory of one rank for boundaries, in bytes or like "16GiB"; the earliest go first, the others stay on the
+    device. None: all of them go."""
+    keep_last: int = 2
+    """The last boundaries of a forward, which the backward wants at once, stay on the device."""
+
+    def __post_init__(self) -> None:
+        if self.host_budget is not None:
+            parse_bytes(self.host_budget, "BoundaryOffload.host_budget")
+        if isinstance(self.keep_last, bool) or not isinstance(self.keep_last, int) or self.keep_last < 0:
+            raise ValueError(f"BoundaryOffload(keep_last={self.keep_last!r}) is not allowed: give 0 or more.")
+
+    @property
+    def host_budget_bytes(self) -> Union[int, None]:
+        """The budget in bytes; None: no limit."""
+        return None if self.host_budget is None else parse_bytes(self.host_budget, "BoundaryOffload.host_budget")

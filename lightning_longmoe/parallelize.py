@@ -18,7 +18,15 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_longmoe import _compat
-from lightning_longmoe.config import FSDPConfig, ParallelConfig, PipelinedLLEP, RecomputeConfig, RingDTP
+from lightning_longmoe.boundaries import BoundaryOffloader
+from lightning_longmoe.config import (
+    BoundaryOffload,
+    FSDPConfig,
+    ParallelConfig,
+    PipelinedLLEP,
+    RecomputeConfig,
+    RingDTP,
+)
 from lightning_longmoe.dispatch.pipelined import PipelinedDispatch
 from lightning_longmoe.dispatch.plain import PlainDispatch
 from lightning_longmoe.layout import Layout, plan_layout
@@ -26,7 +34,7 @@ from lightning_longmoe.models.experts import Experts
 from lightning_longmoe.models.head import CausalLMHead
 from lightning_longmoe.models.moe import Router
 from lightning_longmoe.precision import LongMoEPrecision
-from lightning_longmoe.recompute import recompute_block
+from lightning_longmoe.recompute import recompute_blocks
 from lightning_longmoe.runtime.meshes import Meshes
 from lightning_longmoe.runtime.reduction import TokenReduction
 from lightning_longmoe.vocabulary_takeover import (
@@ -55,11 +63,13 @@ class Takeover:
         rows: operator, module names, and a remark or the reason why something stayed plain.
         decisions: what "auto" came to, by the name of the strategy's argument; saved in checkpoints.
         reduction: what every head and MoE layer got to sum over all ranks.
+        offloader: what holds the boundaries of recomputed blocks; None where they stay on the device.
     """
 
     rows: list[tuple[str, str, str]] = field(default_factory=list)
     decisions: dict[str, str] = field(default_factory=dict)
     reduction: TokenReduction = field(default_factory=TokenReduction)
+    offloader: BoundaryOffloader | None = None
 
 
 @dataclass
@@ -89,7 +99,9 @@ def parallelize(
     recompute: RecomputeConfig,
     dispatch: PipelinedLLEP | Literal["auto"] | None,
     vocabulary: RingDTP | Literal["auto"] | None,
+    boundaries: BoundaryOffload | Literal["auto"] | None,
     precision: LongMoEPrecision,
+    host_limit_bytes: int | None = None,
 ) -> Takeover:
     """Shard ``module`` (a LightningModule) in place.
 
@@ -100,7 +112,9 @@ def parallelize(
         recompute: activation checkpointing.
         dispatch: how tokens travel to their experts.
         vocabulary: how the vocabulary is spread.
+        boundaries: where the inputs of recomputed blocks wait.
         precision: gives the mixed-precision policy.
+        host_limit_bytes: host memory that this rank may fill.
 
     Raises:
         ValueError: a setting does not fit the module, or a parameter ends up outside every group.
@@ -111,7 +125,7 @@ def parallelize(
     blocks = find_blocks(module, fsdp.blocks)
     _shard_experts(module, meshes, dispatch, takeover)
     _spread_vocabulary(module, meshes, vocabulary, precision, takeover)
-    _recompute_blocks(module, blocks, recompute, takeover)
+    _recompute_blocks(module, blocks, recompute, boundaries, meshes.shard.device_type, host_limit_bytes, takeover)
     _fully_shard_all(module, blocks, meshes, fsdp, precision, takeover)
     _connect_reduction(module, takeover)
     experts = {id(child) for child in module.modules() if isinstance(child, Experts)}
@@ -276,16 +290,18 @@ def _spread_vocabulary(
 
 
 def _recompute_blocks(
-    module: nn.Module, blocks: dict[str, nn.Module], config: RecomputeConfig, takeover: Takeover
+    module: nn.Module,
+    blocks: dict[str, nn.Module],
+    config: RecomputeConfig,
+    boundaries: BoundaryOffload | Literal["auto"] | None,
+    device_type: str,
+    host_limit_bytes: int | None,
+    takeover: Takeover,
 ) -> None:
-    if not config.enabled:
-        takeover.rows.append(("recompute", "-", "off (RecomputeConfig.enabled=False)"))
-        return
     chosen = blocks if config.blocks is None else find_blocks(module, config.blocks)
-    for block in chosen.values():
-        recompute_block(block)
-    why = "non-reentrant, one boundary each" if chosen else "no blocks found: set RecomputeConfig.blocks"
-    takeover.rows.append(("recompute", join_names(list(chosen)), why))
+    takeover.offloader, rows = recompute_blocks(chosen, config, boundaries, device_type, host_limit_bytes)
+    takeover.decisions["boundaries"] = "plain" if takeover.offloader is None else "BoundaryOffload"
+    takeover.rows += [(operator, join_names(list(chosen)), remark) for operator, remark in rows]
 
 
 def _fully_shard_all(

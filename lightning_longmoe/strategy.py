@@ -29,6 +29,7 @@ from lightning_longmoe.batches import Batches, HostGroup
 from lightning_longmoe.buffers import agree_on_buffers
 from lightning_longmoe.config import (
     BatchConfig,
+    BoundaryOffload,
     FSDPConfig,
     ParallelConfig,
     PipelinedLLEP,
@@ -64,6 +65,7 @@ from lightning_longmoe.parallelize import (
 )
 from lightning_longmoe.precision import LongMoEPrecision
 from lightning_longmoe.report import log_config, print_start_up_table
+from lightning_longmoe.runtime.host_memory import node_bytes, parse_share
 from lightning_longmoe.runtime.meshes import Meshes, meshes_for, user_mesh
 
 if TYPE_CHECKING:
@@ -86,6 +88,10 @@ class LongMoEStrategy(ModelParallelStrategy):
         vocabulary: how the vocabulary projection, its loss and token embeddings are spread. "auto": RingDTP where there
             is a head of ours and more than one rank. None: the whole weight is gathered, the loss goes over chunks of
             tokens.
+        boundaries: where the inputs of recomputed blocks wait for the backward. "auto": in host memory on CUDA. None:
+            on the device.
+        host_memory: of a node's memory, what the offloads of all its ranks may fill together: a fraction such as
+            "0.8", or bytes such as "900GiB".
         saving: how checkpoints are written.
         launcher: "script" runs the script once for each device; "fork" and "spawn" start processes from a notebook.
         process_group_backend: None takes "nccl" for GPUs and "gloo" for the CPU.
@@ -105,6 +111,8 @@ class LongMoEStrategy(ModelParallelStrategy):
         batch: BatchConfig = BatchConfig(),
         dispatch: PipelinedLLEP | Literal["auto"] | None = "auto",
         vocabulary: RingDTP | Literal["auto"] | None = "auto",
+        boundaries: BoundaryOffload | Literal["auto"] | None = "auto",
+        host_memory: str | float | int = "0.8",
         saving: SaveConfig = SaveConfig(),
         launcher: Literal["script", "fork", "spawn"] = "script",
         process_group_backend: str | None = None,
@@ -120,6 +128,9 @@ class LongMoEStrategy(ModelParallelStrategy):
         self.saving = as_config(saving, SaveConfig, "saving")
         self.dispatch = as_operator(dispatch, PipelinedLLEP, "dispatch")
         self.vocabulary = as_operator(vocabulary, RingDTP, "vocabulary")
+        self.boundaries = as_operator(boundaries, BoundaryOffload, "boundaries")
+        self.host_memory = host_memory
+        self._host_memory_bytes = parse_share(host_memory, node_bytes())
         self.timeout = timedelta(seconds=timeout_s)
         super().__init__(
             save_distributed_checkpoint=self.saving.sharded,
@@ -139,7 +150,8 @@ class LongMoEStrategy(ModelParallelStrategy):
             name: dataclasses.asdict(getattr(self, name))
             for name in ("parallel", "fsdp", "recompute", "batch", "saving")
         }
-        return {**groups, "dispatch": _plain(self.dispatch), "vocabulary": _plain(self.vocabulary)}
+        operators = {name: _plain(getattr(self, name)) for name in ("dispatch", "vocabulary", "boundaries")}
+        return {**groups, **operators, "host_memory": self.host_memory}
 
     def __repr__(self) -> str:
         """Also what Lightning shows when a Trainer of the other package, pytorch_lightning, refuses this object."""
@@ -274,7 +286,9 @@ class LongMoEStrategy(ModelParallelStrategy):
             self.recompute,
             self.dispatch,
             self.vocabulary,
+            self.boundaries,
             self.precision_plugin,
+            host_limit_bytes=self._host_memory_bytes // self.num_processes,
         )
         materialize(module, self.root_device, agreed_seed(self.meshes.control))
         move_to_device(module, self.root_device)
@@ -556,10 +570,15 @@ class LongMoEStrategy(ModelParallelStrategy):
         discard_aux_losses()
         if self.lightning_module is not None and parallelized(self.lightning_module) is not None:
             self.takeover.reduction.begin_microbatch(None)
+            if self.takeover.offloader is not None:
+                self.takeover.offloader.reset()
 
     @override
     def teardown(self) -> None:
         self._stop_watching()
+        if self.lightning_module is not None and parallelized(self.lightning_module) is not None:
+            if self.takeover.offloader is not None:
+                self.takeover.offloader.close()
         super().teardown()
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Callbacks that observe. The strategy needs none of them and adds none by itself.
+"""Callbacks that observe, and one that installs an operator under other strategies. Ours needs none and adds none.
 
 Every figure goes to whatever loggers the Trainer has, under keys that do not change: ``longmoe/...``. Suffixes name the
 unit: ``_s`` seconds, ``_gib`` 2^30 bytes, ``_per_s``. Words: *step* = one optimizer step, with all its micro-batches;
@@ -6,8 +6,15 @@ unit: ``_s`` seconds, ``_gib`` 2^30 bytes, ``_per_s``. Words: *step* = one optim
 """
 
 from lightning_longmoe.callbacks.baseline import UnigramBaseline
+from lightning_longmoe.callbacks.boundaries import BoundaryOffloadCallback
 from lightning_longmoe.callbacks.load import ExpertLoadMonitor
 from lightning_longmoe.callbacks.memory import PeakMemoryMonitor
 from lightning_longmoe.callbacks.throughput import ThroughputMonitor
 
-__all__ = ["ExpertLoadMonitor", "PeakMemoryMonitor", "ThroughputMonitor", "UnigramBaseline"]
+__all__ = [
+    "BoundaryOffloadCallback",
+    "ExpertLoadMonitor",
+    "PeakMemoryMonitor",
+    "ThroughputMonitor",
+    "UnigramBaseline",
+]

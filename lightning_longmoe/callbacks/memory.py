@@ -12,6 +12,7 @@ from typing_extensions import override
 from lightning_longmoe.callbacks.tracked_bytes import TrackedBytes
 from lightning_longmoe.dispatch import PipelinedDispatch
 from lightning_longmoe.models.experts import Experts
+from lightning_longmoe.parallelize import parallelized
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -27,7 +28,9 @@ class PeakMemoryMonitor(Callback):
     ``longmoe/peak_tracked_gib``, the bytes of live tensors, by following every operation of the training steps; that
     slows small models visibly. Each is the largest over the ranks; the same key with ``_rank0`` before ``_gib`` is
     rank 0's own. ``longmoe/peak_dispatch_gib`` is what PipelinedLLEP booked in the worst layer, weights and gradients
-    counted in. Validation is not measured. Ranks exchange figures only at the steps that Lightning logs.
+    counted in; ``longmoe/peak_boundaries_gib`` and ``longmoe/host_boundaries_gib`` what boundaries held on the device
+    and in host memory, where `LongMoEStrategy` offloads them. Validation is not measured. Ranks exchange figures only
+    at the steps that Lightning logs.
     """
 
     def __init__(self) -> None:
@@ -111,6 +114,11 @@ def operator_peaks(module: pl.LightningModule) -> dict[str, int]:
             ledger = child.dispatch.ledger
             peaks["longmoe/peak_dispatch"] = max(ledger.peak_bytes, peaks.get("longmoe/peak_dispatch", 0))
             ledger.reset_peak()
+    done = parallelized(module)
+    if done is not None and done.takeover.offloader is not None:
+        stats = done.takeover.offloader.stats()
+        peaks["longmoe/peak_boundaries"] = stats["peak_device_bytes"]
+        peaks["longmoe/host_boundaries"] = stats["host_bytes"]
     return peaks
 
 

@@ -90,8 +90,11 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """One decoder block: hidden + attention(norm(hidden)), then + MoE(norm(hidden)).
 
-    The hidden states come first and by position: they are what an activation checkpoint of the block keeps.
+    The hidden states come first and by position: they are what an activation checkpoint of the block keeps. The two
+    halves are methods of their own, so that each can be checkpointed by itself.
     """
+
+    recompute_parts = ("attend", "feed")
 
     def __init__(self, hidden_size: int, num_heads: int, num_kv_heads: int, moe: MoELayer) -> None:
         super().__init__()
@@ -102,7 +105,14 @@ class Block(nn.Module):
 
     def forward(self, hidden: Tensor, rotary: Tensor, document_ids: Tensor | None = None) -> Tensor:
         """[B, S, H] -> [B, S, H]."""
-        hidden = hidden + self.attention(self.attention_norm(hidden), rotary, document_ids)
+        return self.feed(self.attend(hidden, rotary, document_ids))
+
+    def attend(self, hidden: Tensor, rotary: Tensor, document_ids: Tensor | None = None) -> Tensor:
+        """[B, S, H] -> [B, S, H]: the first half."""
+        return hidden + self.attention(self.attention_norm(hidden), rotary, document_ids)
+
+    def feed(self, hidden: Tensor) -> Tensor:
+        """[B, S, H] -> [B, S, H]: the second half."""
         return hidden + self.moe(self.moe_norm(hidden))
 
 
