@@ -11,6 +11,7 @@ from lightning_longmoe.config import (
     BoundaryOffload,
     ExpertLayout,
     FSDPConfig,
+    OptimizerOffload,
     ParallelConfig,
     PipelinedLLEP,
     RecomputeConfig,
@@ -20,6 +21,7 @@ from lightning_longmoe.config import (
 from lightning_longmoe.data import LongTextDataModule
 from lightning_longmoe.dispatch import pipelined_llep, plan_dispatch
 from lightning_longmoe.models import CausalLMHead, CausalLMModule, MoELayer
+from lightning_longmoe.optimizer import OffloadStreamAdamW
 from lightning_longmoe.strategy import LongMoEStrategy
 from lightning_longmoe.vocabulary import ring_cross_entropy, ring_log_probs
 
@@ -36,6 +38,8 @@ __all__ = [
     "LongMoEStrategy",
     "LongTextDataModule",
     "MoELayer",
+    "OffloadStreamAdamW",
+    "OptimizerOffload",
     "ParallelConfig",
     "PipelinedLLEP",
     "RecomputeConfig",

@@ -180,3 +180,50 @@ def let_anomaly_detection_see_dtensors() -> None:
     @register_sharding(torch.ops.aten._is_any_true.default)
     def _(x: Any) -> list[Any]:
         return [([Replicate()], [Replicate()])]
+
+
+def fused_adamw(
+    weights: list[torch.Tensor],
+    gradients: list[torch.Tensor],
+    exp_avgs: list[torch.Tensor],
+    exp_avg_sqs: list[torch.Tensor],
+    steps: list[torch.Tensor],
+    *,
+    lr: float | torch.Tensor,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    maximize: bool,
+) -> None:
+    """torch's fused AdamW kernel on lists of tensors of one device; ``steps`` are those of this step, not the last."""
+    device = weights[0].device
+    if isinstance(lr, torch.Tensor) and lr.device != device:
+        lr = lr.to(device, non_blocking=True) if device.type != "cpu" else float(lr)
+    torch._fused_adamw_(
+        weights,
+        gradients,
+        exp_avgs,
+        exp_avg_sqs,
+        [],
+        steps,
+        amsgrad=False,
+        lr=lr,
+        beta1=float(betas[0]),
+        beta2=float(betas[1]),
+        weight_decay=weight_decay,
+        eps=eps,
+        maximize=maximize,
+    )
+
+
+def dtensor_on_host(part: torch.Tensor, parameter: Any) -> torch.Tensor:
+    """``part``, in host memory and in its own dtype, as a DTensor laid out like ``parameter``; nothing is copied.
+
+    ``DTensor.from_local`` would move it to the mesh's device.
+    """
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    meta = TensorMeta(parameter.shape, parameter.stride(), part.dtype)
+    spec = DTensorSpec(parameter.device_mesh, parameter.placements, tensor_meta=meta)
+    return DTensor(part, spec, requires_grad=False)

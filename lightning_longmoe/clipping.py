@@ -64,11 +64,15 @@ def clip_grad_norm_(
             " clipped. To disable this error and scale the gradients by the non-finite norm anyway, set"
             " `error_if_nonfinite=False`"
         )
-    # No branch on the coefficient: that would wait for the device.
-    coefficient = torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0)
+    coefficient = clip_coefficient(norm, max_norm)
     for gradients in _alike(_local_gradients(parameters)):
         torch._foreach_mul_(gradients, coefficient.to(gradients[0].device))
     return norm
+
+
+def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
+    """What gradients of ``norm`` are multiplied by, at most 1, as a scalar on its device."""
+    return torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0)  # no branch: that would wait for the device
 
 
 @torch.no_grad()

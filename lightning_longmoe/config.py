@@ -271,3 +271,20 @@ class BoundaryOffload:
     def host_budget_bytes(self) -> Union[int, None]:
         """The budget in bytes; None: no limit."""
         return None if self.host_budget is None else parse_bytes(self.host_budget, "BoundaryOffload.host_budget")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerOffload:
+    """AdamW's state in host memory, updated on the device in buckets (arXiv 2609.14306, Eq. 5 and Algorithm 4)."""
+
+    bucket_numel: int = 100_000_000
+    """Elements that are updated at a time. The device holds ``slots`` buckets of state: 12 bytes an element where the
+    parameters are bfloat16, and 4 more for the gradient of one; 8 where they are float32."""
+    slots: int = 2
+    """Buckets on the device at one time: while one is updated, another comes and a third goes."""
+    moments: Literal["float32", "bf16"] = "float32"
+    """"bf16" halves the moments' host memory and traffic. They are rounded stochastically: not exact."""
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "bucket_numel", "slots")
+        _require_choice(self, "moments", ("float32", "bf16"))

@@ -22,7 +22,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_longmoe.clipping import clip_grad_norm_, clip_grad_value_
+from lightning_longmoe.clipping import clip_coefficient, clip_grad_norm_, clip_grad_value_, total_norm
+from lightning_longmoe.optimizer.swap import streamed
 
 SUPPORTED = ("32-true", "bf16-mixed", "bf16-true")
 
@@ -85,18 +86,31 @@ class LongMoEPrecision(Precision):
 
     @override
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        clip_grad_value_(self.main_params(optimizer), clip_val)
+        ours = streamed(optimizer)
+        if ours is None:
+            clip_grad_value_(self.main_params(optimizer), clip_val)
+        else:
+            ours.scale_gradients(limit=float(clip_val))
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Clip by the norm over all meshes. A norm that is not finite drops every gradient: no rank steps.
 
-        The norm is the same number on every rank, so all ranks decide alike.
+        The norm is the same number on every rank, so all ranks decide alike. A streamed optimizer fetches its first
+        buckets meanwhile and scales gradients when it uses them.
         """
         parameters = list(self.main_params(optimizer))
-        self.last_grad_norm = clip_grad_norm_(parameters, clip_val)
+        ours = streamed(optimizer)
+        if ours is None:
+            self.last_grad_norm = clip_grad_norm_(parameters, clip_val)
+        else:
+            ours.prefetch()
+            self.last_grad_norm = total_norm(parameters)
+            ours.scale_gradients(clip_coefficient(self.last_grad_norm, clip_val))
         if not bool(torch.isfinite(self.last_grad_norm)):
             self.skipped_steps += 1
+            if ours is not None:
+                ours.skipped_steps += 1
             rank_zero_warn(
                 f"The gradient norm is {float(self.last_grad_norm)}: no rank updates its weights in this step"
                 f" ({self.skipped_steps} skipped so far)."

@@ -31,6 +31,7 @@ from lightning_longmoe.config import (
     BatchConfig,
     BoundaryOffload,
     FSDPConfig,
+    OptimizerOffload,
     ParallelConfig,
     PipelinedLLEP,
     RecomputeConfig,
@@ -54,6 +55,7 @@ from lightning_longmoe.models.auxiliary import discard_aux_losses, refuse_waitin
 from lightning_longmoe.models.head import CausalLMHead
 from lightning_longmoe.models.moe import update_router_biases
 from lightning_longmoe.optimizer.remap import EarlyParameters, remap_optimizers
+from lightning_longmoe.optimizer.swap import offload_optimizers
 from lightning_longmoe.parallelize import (
     Takeover,
     average_outside,
@@ -90,6 +92,8 @@ class LongMoEStrategy(ModelParallelStrategy):
             tokens.
         boundaries: where the inputs of recomputed blocks wait for the backward. "auto": in host memory on CUDA. None:
             on the device.
+        optimizer_state: where AdamW's state lives. "auto": in host memory on CUDA, where 16 bytes for each trained
+            element of a rank are more than half of the device's memory. None: on the device.
         host_memory: of a node's memory, what the offloads of all its ranks may fill together: a fraction such as
             "0.8", or bytes such as "900GiB".
         saving: how checkpoints are written.
@@ -112,6 +116,7 @@ class LongMoEStrategy(ModelParallelStrategy):
         dispatch: PipelinedLLEP | Literal["auto"] | None = "auto",
         vocabulary: RingDTP | Literal["auto"] | None = "auto",
         boundaries: BoundaryOffload | Literal["auto"] | None = "auto",
+        optimizer_state: OptimizerOffload | Literal["auto"] | None = "auto",
         host_memory: str | float | int = "0.8",
         saving: SaveConfig = SaveConfig(),
         launcher: Literal["script", "fork", "spawn"] = "script",
@@ -129,6 +134,7 @@ class LongMoEStrategy(ModelParallelStrategy):
         self.dispatch = as_operator(dispatch, PipelinedLLEP, "dispatch")
         self.vocabulary = as_operator(vocabulary, RingDTP, "vocabulary")
         self.boundaries = as_operator(boundaries, BoundaryOffload, "boundaries")
+        self._optimizer_offload = as_operator(optimizer_state, OptimizerOffload, "optimizer_state")
         self.host_memory = host_memory
         self._host_memory_bytes = parse_share(host_memory, node_bytes())
         self.timeout = timedelta(seconds=timeout_s)
@@ -151,7 +157,8 @@ class LongMoEStrategy(ModelParallelStrategy):
             for name in ("parallel", "fsdp", "recompute", "batch", "saving")
         }
         operators = {name: _plain(getattr(self, name)) for name in ("dispatch", "vocabulary", "boundaries")}
-        return {**groups, **operators, "host_memory": self.host_memory}
+        optimizer_state = _plain(self._optimizer_offload)
+        return {**groups, **operators, "optimizer_state": optimizer_state, "host_memory": self.host_memory}
 
     def __repr__(self) -> str:
         """Also what Lightning shows when a Trainer of the other package, pytorch_lightning, refuses this object."""
@@ -304,6 +311,14 @@ class LongMoEStrategy(ModelParallelStrategy):
         replaced = remap_optimizers(self.lightning_module, self.optimizers, self._early)
         if replaced:
             rank_zero_info(f"{replaced} parameters of an optimizer built before sharding were replaced by live ones.")
+        share = self._host_memory_bytes // self.num_processes
+        decision, taken, lines = offload_optimizers(self.optimizers, self._optimizer_offload, self.root_device, share)
+        self.optimizers = self.optimizers  # Lightning wraps them anew, as what they now are
+        self.takeover.decisions["optimizer_state"] = decision
+        for line in lines:
+            rank_zero_info(line)
+        if self.takeover.offloader is not None:
+            self.takeover.offloader.set_limit(share - taken)
 
     # -----------------------------------------------------------------------------------------------------------------
     # Data

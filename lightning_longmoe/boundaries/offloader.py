@@ -64,15 +64,12 @@ class BoundaryOffloader:
         streams: Streams | None = None,
         limit_bytes: int | None = None,
     ) -> None:
-        budget = config.host_budget_bytes
-        if budget is not None and limit_bytes is not None and budget > limit_bytes:
-            raise ValueError(
-                f"BoundaryOffload(host_budget={config.host_budget!r}) is {budget / GIB:.2f} GiB, and host_memory leaves"
-                f" this rank {limit_bytes / GIB:.2f} GiB for boundaries. Lower host_budget, or raise host_memory."
-            )
         self.config = config
+        budget = config.host_budget_bytes
         self._budget = math.inf if budget is None else budget
-        self._limit = math.inf if limit_bytes is None else limit_bytes
+        self._limit = math.inf
+        if limit_bytes is not None:
+            self.set_limit(limit_bytes)
         self._streams = streams
         self._slab: HostSlab | None = None if streams is None else HostSlab(streams)
         self._alive: dict[int, _Boundary] = {}  # by number, the oldest first
@@ -152,6 +149,20 @@ class BoundaryOffloader:
     def host_allocations(self) -> int:
         """How often host memory was page-locked."""
         return 0 if self._slab is None else self._slab.allocations
+
+    def set_limit(self, limit_bytes: int) -> None:
+        """Host memory that boundaries may fill from now on.
+
+        Raises:
+            ValueError: the config's budget is above it.
+        """
+        if self._budget != math.inf and self._budget > limit_bytes:
+            raise ValueError(
+                f"BoundaryOffload(host_budget={self.config.host_budget!r}) is {self._budget / GIB:.2f} GiB, and"
+                f" host_memory leaves this rank {limit_bytes / GIB:.2f} GiB for boundaries. Lower host_budget, or raise"
+                " host_memory."
+            )
+        self._limit = limit_bytes
 
     def reset(self) -> None:
         """Let go of device memory that copies still hold, as after a failed step. Boundaries of a live graph stay."""

@@ -37,7 +37,7 @@ class _Copy:
 
 @dataclass(eq=False)
 class FakeEvent:
-    """A point of a lane: behind ``copies``, or at a time of the compute lane."""
+    """A point of a lane: behind ``copies``, and behind what the compute lane had done by ``time``."""
 
     lane: Lane
     time: int
@@ -64,33 +64,42 @@ class FakeStreams:
         self._queues: dict[Lane, deque[_Copy]] = {"out": deque(), "in": deque()}
         self._waited: dict[Lane, list[_Copy]] = {"out": [], "in": []}
         self._seen: dict[Lane, int] = {"out": -1, "in": -1}  # the compute lane's time that a lane has waited for
+        self._arriving: list[weakref.ref[torch.UntypedStorage]] = []
         self.faults: list[str] = []
         self.copied: dict[Lane, int] = {"out": 0, "in": 0}
 
     # ---- the interface -----------------------------------------------------------------------------------------------
     def allocate(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
-        tensor = torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype).fill_(float("nan"))
-        self._time += 1
-        self._made[tensor.untyped_storage()] = self._time
+        tensor = torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype)
+        torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).fill_(255)  # NaN in every floating type
+        self._touch(tensor.untyped_storage())
         return tensor
+
+    def _touch(self, storage: torch.UntypedStorage) -> None:
+        """The compute lane may write this memory from now on."""
+        self._time += 1
+        self._made[storage] = self._time
 
     def copy(self, lane: Lane, target: Tensor, source: Tensor) -> None:
         copy = _Copy(lambda: target, lambda: source, [*self._waited[lane], *list(self._queues[lane])[-1:]])
         # Host memory is the slab's, and stays; of device memory only its holder decides how long it lives.
         if lane == "out":
-            copy.source = weakref.ref(source)
-            copy.reads_garbage = self._seen[lane] < self._time
+            copy.source = _weak(source)
+            # What `allocate` made is known; of any other memory the compute lane may have written just now.
+            made = self._made.get(source.untyped_storage())
+            copy.reads_garbage = self._seen[lane] < (self._time if made is None else made)
+            self._time += made is None
         else:
-            copy.target = weakref.ref(target)
+            copy.target = _weak(target)
             copy.lost = self._seen[lane] < self._made.get(target.untyped_storage(), 0)
-        self._time += 1
+            self._arriving.append(weakref.ref(target.untyped_storage()))
         self._queues[lane].append(copy)
         self._run_some()
 
     def record(self, lane: Lane) -> FakeEvent:
         if lane == "compute":
             return FakeEvent(lane, self._time)
-        return FakeEvent(lane, 0, [*list(self._queues[lane])[-1:], *self._waited[lane]])
+        return FakeEvent(lane, self._seen[lane], [*list(self._queues[lane])[-1:], *self._waited[lane]])
 
     def wait(self, lane: Lane, event: FakeEvent) -> None:
         if self._forget(lane, event.lane):
@@ -98,9 +107,12 @@ class FakeStreams:
         if lane == "compute":
             for copy in event.copies:
                 self._run(copy)
-        elif event.lane == "compute":
-            self._seen[lane] = max(self._seen[lane], event.time)
+            if event.lane == "in":  # what has come is for this lane to change
+                for storage in filter(None, [ref() for ref in self._arriving]):
+                    self._touch(storage)
+                self._arriving.clear()
         else:
+            self._seen[lane] = max(self._seen[lane], event.time)
             self._waited[lane] += [copy for copy in event.copies if not copy.done]
         self._run_some()
 
@@ -141,6 +153,18 @@ class FakeStreams:
         if target is None:
             self.faults.append("a copy wrote device memory that was free")
         elif source is None or copy.reads_garbage:
-            target.fill_(float("nan"))
+            target.fill_(float("nan") if target.is_floating_point() else 255)
         elif not copy.lost:
             target.copy_(source)
+
+
+def _weak(tensor: Tensor) -> Callable[[], Tensor | None]:
+    """The tensor, as long as someone holds its memory."""
+    storage = weakref.ref(tensor.untyped_storage())
+    dtype, place = tensor.dtype, (tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    def alive() -> Tensor | None:
+        held = storage()
+        return None if held is None else torch.empty(0, dtype=dtype).set_(held, *place)
+
+    return alive

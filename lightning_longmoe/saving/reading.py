@@ -20,7 +20,9 @@ from lightning_longmoe.saving.agreement import CheckpointError, ControlGroup, br
 from lightning_longmoe.saving.sources import Saved, SavedOptimizer, Source, open_source
 from lightning_longmoe.saving.state import (
     EXTRA_STATE,
+    MASTER,
     clean_name,
+    keeps_masters,
     model_state,
     names_of,
     optimizer_state,
@@ -79,6 +81,7 @@ class _OptimizerPlan:
     optimizer: Optimizer
     saved: SavedOptimizer
     state: dict[str, dict[str, Any]]
+    keep_dtypes: bool = True
 
 
 @dataclasses.dataclass
@@ -119,7 +122,8 @@ def _restore(plan: _Plan, module: nn.Module) -> None:
             fqn: {n: local_tensor(value) if n in local else value for n, value in values.items()}
             for fqn, values in part.state.items()
         }
-        set_optimizer_state(module, part.optimizer, state, part.saved.param_groups, part.saved.other)
+        groups, other = part.saved.param_groups, part.saved.other
+        set_optimizer_state(module, part.optimizer, state, groups, other, part.keep_dtypes)
 
 
 # --------------------------------------------------------------------------------------------------------- the model
@@ -180,8 +184,12 @@ def _plan_optimizer(plan: _Plan, module: nn.Module, optimizer: Optimizer, saved:
     saved = _named(saved, names)
     existing = optimizer_state(module, optimizer)["state"]
     state: dict[str, dict[str, Any]] = {name: dict(saved.values[name]) for name in names if name in saved.values}
+    lossy = False  # an optimizer without masters gets moments in its parameters' dtypes, as it makes them itself
     for name, parameter in zip(names, parameters_of(optimizer), strict=True):
         for key, entry in saved.tensors.get(name, {}).items():
+            if key == MASTER and not keeps_masters(optimizer):
+                lossy = True
+                continue
             target = existing.get(name, {}).get(key)
             if not _can_hold(target, entry):
                 target = _allocate(entry, parameter, getattr(optimizer, "state_device", None))
@@ -193,7 +201,7 @@ def _plan_optimizer(plan: _Plan, module: nn.Module, optimizer: Optimizer, saved:
         rank_zero_warn(f"{type(optimizer).__name__} does not train {_shown(dropped)} any more: that state is dropped.")
     if fresh:
         rank_zero_warn(f"The checkpoint has no optimizer state for {_shown(fresh)}: it starts fresh.")
-    return _OptimizerPlan(optimizer, saved, state)
+    return _OptimizerPlan(optimizer, saved, state, keep_dtypes=not lossy)
 
 
 def _can_hold(target: Any, saved: Saved) -> bool:

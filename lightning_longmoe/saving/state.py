@@ -131,8 +131,22 @@ KEPT_SETTINGS = ("fused", "foreach", "capturable")
 """How a step is computed, not what: the running choice stays, so that a checkpoint of a GPU resumes on a CPU."""
 
 
+MASTER = "master"
+"""Name of the master weights among an optimizer's state of a parameter of lower precision."""
+
+
+def keeps_masters(optimizer: Optimizer) -> bool:
+    """Whether the optimizer has a place for master weights."""
+    return hasattr(optimizer, "refresh_masters")
+
+
 def set_optimizer_state(
-    module: nn.Module, optimizer: Optimizer, state: dict[str, dict[str, Any]], groups: list[dict[str, Any]], other: dict
+    module: nn.Module,
+    optimizer: Optimizer,
+    state: dict[str, dict[str, Any]],
+    groups: list[dict[str, Any]],
+    other: dict,
+    keep_dtypes: bool = True,
 ) -> None:
     """Give ``optimizer`` the state and settings of a checkpoint, with the data types that were saved.
 
@@ -142,6 +156,7 @@ def set_optimizer_state(
         state: by fqn; tensors sharded as the optimizer keeps them. They are used, not copied.
         groups: saved settings with the fqns of their parameters; see `matched_groups`.
         other: state that belongs to no parameter.
+        keep_dtypes: False: let torch cast state to the dtypes of the parameters.
     """
     names, parameters = names_of(module, optimizer), parameters_of(optimizer)
     settings = matched_groups(names, optimizer.param_groups, groups)
@@ -152,7 +167,7 @@ def set_optimizer_state(
         for group, old in zip(settings, optimizer.param_groups, strict=True)
     ]
     optimizer.load_state_dict({"state": {**index_state, **other}, "param_groups": new_groups})
-    if type(optimizer).load_state_dict is Optimizer.load_state_dict:
+    if keep_dtypes and type(optimizer).load_state_dict is Optimizer.load_state_dict:
         for index, values in index_state.items():
             _undo_cast(optimizer.state[parameters[index]], values)
 
