@@ -26,7 +26,7 @@ def dense_flat(tensor: Tensor) -> Tensor:
         ValueError: its elements do not fill a stretch of memory without gaps.
     """
     if tensor.is_contiguous():
-        return tensor.detach().view(-1)
+        return tensor.view(-1)  # steps run without gradients
     reach = 1
     for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and step != reach:
@@ -106,6 +106,7 @@ class Store:
             part = self.flat(name, index).as_strided(local.shape, local.stride())
         return dtensor_on_host(part, parameter) if isinstance(parameter, DTensor) else part
 
+    @torch.no_grad()
     def refresh_masters(self) -> None:
         """Take master weights from parameters that someone else has changed since the last update, or all at first."""
         if MASTER not in self.slabs:

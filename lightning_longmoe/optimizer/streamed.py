@@ -216,8 +216,10 @@ class OffloadStreamAdamW(AdamW):
             with torch.enable_grad():
                 loss = closure()
         gradients, self._gradients = self._gradients, Gradients()
-        settings = {p: _settings(group) for group in self.param_groups for p in group["params"]}
-        self._extend([p for p in settings if p.grad is not None and p not in self._places])
+        settings: dict[int, tuple[Any, ...]] = {}
+        for group in self.param_groups:
+            settings.update(dict.fromkeys(map(id, group["params"]), _settings(group)))
+            self._extend([p for p in group["params"] if p.requires_grad and p not in self._places])
         targets = {store: self._targets(store, settings) for store in self._stores}
         if not any(targets.values()):
             self._abandon()
@@ -249,12 +251,13 @@ class OffloadStreamAdamW(AdamW):
                 views = {name: slab[bucket.start : bucket.stop] for name, slab in store.slabs.items()}
                 _update(store, bucket, views, targets[store], gradients)
 
-    def _targets(self, store: Store, settings: dict[Tensor, tuple[Any, ...]]) -> dict[int, Target]:
+    def _targets(self, store: Store, settings: dict[int, tuple[Any, ...]]) -> dict[int, Target]:
         targets = {}
         for index, parameter in enumerate(store.parameters):
-            if parameter.grad is None or parameter not in settings:
+            gradient = parameter.grad
+            if gradient is None or id(parameter) not in settings:
                 continue
-            local, gradient = local_tensor(parameter), local_tensor(parameter.grad)
+            local, gradient = local_tensor(parameter), local_tensor(gradient)
             if gradient.is_sparse:
                 raise RuntimeError("OffloadStreamAdamW does not support sparse gradients: use SparseAdam.")
             if local.numel() == 0:
@@ -262,7 +265,7 @@ class OffloadStreamAdamW(AdamW):
             if gradient.stride() != local.stride():
                 gradient = torch.empty_like(local).copy_(gradient)
             step = self._host_state[parameter]["step"]
-            targets[index] = Target(dense_flat(local), dense_flat(gradient), settings[parameter], step)
+            targets[index] = Target(dense_flat(local), dense_flat(gradient), settings[id(parameter)], step)
         return targets
 
     def _number(self, targets: dict[Store, dict[int, Target]]) -> None:
@@ -282,6 +285,7 @@ class OffloadStreamAdamW(AdamW):
     # Saved state
     # -----------------------------------------------------------------------------------------------------------------
     @override
+    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Copy saved state into the host memory that is there, whatever its dtype and device; nothing is allocated.
 
@@ -310,6 +314,7 @@ class OffloadStreamAdamW(AdamW):
         for store in self._stores:
             store.masters_are_current()
 
+    @torch.no_grad()
     def _load(self, parameter: Tensor, values: Mapping[str, Any]) -> None:
         own = self._host_state[parameter]
         store, index = self._places[parameter]

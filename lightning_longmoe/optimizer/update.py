@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_longmoe import _compat
-from lightning_longmoe.optimizer.buckets import Bucket
+from lightning_longmoe.optimizer.buckets import Bucket, Piece
 
 SETTINGS = ("lr", "betas", "eps", "weight_decay", "maximize")
 
@@ -35,14 +35,14 @@ class Gradients:
             torch._foreach_clamp_max_(gradients, self.limit)
 
 
-@dataclass
+@dataclass(slots=True)
 class Target:
     """One parameter of a bucket's store, for one step.
 
     Attributes:
         weight: flat, on the device, the parameter's own memory.
         gradient: flat, in the order of ``weight``.
-        settings: of its group, as `SETTINGS`.
+        settings: of its group, as `SETTINGS`; the same object for all parameters of a group.
         step: this step's number, from 1, as a float32 scalar on the device.
     """
 
@@ -82,39 +82,46 @@ def update(
         gradients: scale and limit.
         wide: uninitialised memory of n elements in the state's dtype, for gradients of lower precision.
     """
-    pieces = [piece for piece in bucket.pieces if piece.index in targets]
-    if not pieces:
-        return
-    of_weights = [targets[piece.index].weight[piece.start : piece.stop] for piece in pieces]
-    of_gradients = [targets[piece.index].gradient[piece.start : piece.stop] for piece in pieces]
-    spans = [(piece.offset - bucket.start, piece.offset - bucket.start + piece.numel) for piece in pieces]
+    by_settings: dict[int, list[Piece]] = {}
+    for piece in bucket.pieces:
+        if piece.index in targets:
+            by_settings.setdefault(id(targets[piece.index].settings), []).append(piece)
+    for pieces in by_settings.values():
+        _update_alike(pieces, bucket.start, memory, targets, gradients, wide)
+
+
+def _update_alike(
+    pieces: list[Piece],
+    origin: int,
+    memory: Memory,
+    targets: dict[int, Target],
+    gradients: Gradients,
+    wide: Callable[[int], Tensor],
+) -> None:
+    """As `update`, for pieces of one parameter group; ``origin`` is where the bucket starts in the slab."""
+    of_weights = [_part(targets[piece.index].weight, piece) for piece in pieces]
+    of_gradients = [_part(targets[piece.index].gradient, piece) for piece in pieces]
+    spans = [slice(piece.offset - origin, piece.offset - origin + piece.numel) for piece in pieces]
     masters = of_weights
     if memory.master is not None:
-        masters = [memory.master[a:b] for a, b in spans]
-        staged = wide(bucket.numel)
-        narrow, of_gradients = of_gradients, [staged[a:b] for a, b in spans]
+        masters = [memory.master[span] for span in spans]
+        narrow, of_gradients = of_gradients, list(wide(sum(p.numel for p in pieces)).split([p.numel for p in pieces]))
         torch._foreach_copy_(of_gradients, narrow)
     gradients.apply_(of_gradients)
-    for settings, chosen in _alike([targets[piece.index].settings for piece in pieces]):
-        _compat.fused_adamw(
-            [masters[i] for i in chosen],
-            [of_gradients[i] for i in chosen],
-            [memory.exp_avg[slice(*spans[i])] for i in chosen],
-            [memory.exp_avg_sq[slice(*spans[i])] for i in chosen],
-            [targets[pieces[i].index].step for i in chosen],
-            **settings,
-        )
+    _compat.fused_adamw(
+        masters,
+        of_gradients,
+        [memory.exp_avg[span] for span in spans],
+        [memory.exp_avg_sq[span] for span in spans],
+        [targets[piece.index].step for piece in pieces],
+        **dict(zip(SETTINGS, targets[pieces[0].index].settings, strict=True)),
+    )
     if memory.master is not None:
         torch._foreach_copy_(of_weights, masters)
 
 
-def _alike(settings: Sequence[tuple[Any, ...]]) -> list[tuple[dict[str, Any], list[int]]]:
-    """Positions of equal settings, in the order in which each first appears. Tensors are compared by identity."""
-    groups: dict[Any, tuple[dict[str, Any], list[int]]] = {}
-    for index, values in enumerate(settings):
-        key = tuple(id(v) if isinstance(v, Tensor) else v for v in values)
-        groups.setdefault(key, (dict(zip(SETTINGS, values, strict=True)), []))[1].append(index)
-    return list(groups.values())
+def _part(flat: Tensor, piece: Piece) -> Tensor:
+    return flat if piece.numel == flat.numel() else flat[piece.start : piece.stop]
 
 
 def round_stochastically(values: Tensor, out: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Parameters and gradients that every test of the optimizer uses: odd sizes, an empty one, gradients that are missing."""
+"""Parameters and gradients for every test of the optimizer: odd sizes, an empty one, gradients that are missing."""
 
 from __future__ import annotations
 

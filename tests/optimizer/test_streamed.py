@@ -28,7 +28,8 @@ def _streams(name: str) -> FakeStreams | None:
 def test_twenty_steps_equal_fused_adamw_over_masters_to_the_bit(dtype: str, order: str, bucket_numel: int) -> None:
     streams = _streams(order)
     ours, theirs = parameters(DTYPES[dtype]), parameters(DTYPES[dtype])
-    optimizer = OffloadStreamAdamW(groups(ours), bucket_numel=bucket_numel, slots=1 + int(dtype == "mixed"), streams=streams)
+    slots = 1 + int(dtype == "mixed")
+    optimizer = OffloadStreamAdamW(groups(ours), bucket_numel=bucket_numel, slots=slots, streams=streams)
     reference = ReferenceAdamW(groups(theirs))
     for step in range(20):
         for params in (ours, theirs):
