@@ -54,7 +54,7 @@ from lightning_longmoe.materialize import agree_on_initial_values, agreed_seed, 
 from lightning_longmoe.models.auxiliary import discard_aux_losses, refuse_waiting_aux_losses
 from lightning_longmoe.models.head import CausalLMHead
 from lightning_longmoe.models.moe import update_router_biases
-from lightning_longmoe.optimizer.remap import EarlyParameters, remap_optimizers
+from lightning_longmoe.optimizer.remap import EarlyParameters, refuse_fused_over_meshes, remap_optimizers
 from lightning_longmoe.optimizer.swap import offload_optimizers
 from lightning_longmoe.parallelize import (
     Takeover,
@@ -317,6 +317,8 @@ class LongMoEStrategy(ModelParallelStrategy):
         self.takeover.decisions["optimizer_state"] = decision
         for line in lines:
             rank_zero_info(line)
+        for optimizer in self.optimizers:
+            refuse_fused_over_meshes(optimizer)
         if self.takeover.offloader is not None:
             self.takeover.offloader.set_limit(share - taken)
 

@@ -64,6 +64,7 @@ def run(
     callback: dict[str, Any] | None = None,
     per_rank: int = 2,
     kind: type[TinyLM] = Dropped,
+    strategy: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """One fit of 8 steps (fewer with ``max_steps``) that saves after every third."""
     import torch.distributed as dist
@@ -74,7 +75,9 @@ def run(
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=dist.get_world_size(),
-        strategy=LongMoEStrategy(parallel=ParallelConfig(**(parallel or {})), saving=SaveConfig(**(saving or {}))),
+        strategy=LongMoEStrategy(
+            parallel=ParallelConfig(**(parallel or {})), saving=SaveConfig(**(saving or {})), **(strategy or {})
+        ),
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,

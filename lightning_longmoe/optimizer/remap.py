@@ -122,15 +122,16 @@ def remap_optimizers(module: nn.Module, optimizers: Iterable[Optimizer], early: 
                             " not part of the LightningModule. Build the optimizer in `configure_optimizers` from"
                             " `self.parameters()`."
                         )
-                    state = optimizer.state.pop(parameter, None)
+                    state = None if hasattr(optimizer, "follow_groups") else optimizer.state.pop(parameter, None)
                     parameter = live[name]
                     if state:
                         optimizer.state[parameter] = state
                     replaced += 1
                 current.append(parameter)
             group["params"] = current
+        if replaced and hasattr(optimizer, "follow_groups"):
+            optimizer.follow_groups()
         _refuse_lbfgs(optimizer)
-        _refuse_fused_over_meshes(optimizer)
     if optimizers:
         _check_each_parameter_once(module, optimizers)
     return replaced
@@ -142,7 +143,7 @@ def _refuse_lbfgs(optimizer: Optimizer) -> None:
         raise ValueError("LBFGS cannot update sharded parameters. Use a first-order optimizer, such as AdamW.")
 
 
-def _refuse_fused_over_meshes(optimizer: Optimizer) -> None:
+def refuse_fused_over_meshes(optimizer: Optimizer) -> None:
     """torch's multi-tensor kernels take DTensors of one mesh only."""
     for group in optimizer.param_groups:
         meshes = {p.device_mesh for p in group["params"] if isinstance(p, DTensor)}

@@ -107,12 +107,12 @@ class Store:
         return dtensor_on_host(part, parameter) if isinstance(parameter, DTensor) else part
 
     @torch.no_grad()
-    def refresh_masters(self) -> None:
+    def refresh_masters(self, changed_only: bool = True) -> None:
         """Take master weights from parameters that someone else has changed since the last update, or all at first."""
         if MASTER not in self.slabs:
             return
         for index, parameter in enumerate(self.parameters):
-            if self._written[index] != _version(parameter):
+            if not changed_only or self._written[index] != _version(parameter):
                 self.flat(MASTER, index).copy_(dense_flat(local_tensor(parameter)))
                 self._written[index] = _version(parameter)
 

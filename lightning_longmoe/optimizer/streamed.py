@@ -146,6 +146,15 @@ class OffloadStreamAdamW(AdamW):
             self._streams[device] = self._given_streams or streams_for(device)
         return self._streams[device]
 
+    def follow_groups(self) -> None:
+        """Start anew with the parameters that are in the groups now, after someone replaced them."""
+        self.flush()
+        for store in self._stores:
+            store.unpin(next(iter(self._streams.values())))
+        self._stores, self._places, self._streams = [], {}, {}
+        dict.clear(self._host_state)
+        self._extend([p for group in self.param_groups for p in group["params"]])
+
     def flush(self) -> None:
         """Let the host wait until all state is in its memory. Reading ``state`` does it."""
         if self._host_state.in_flight:
@@ -153,11 +162,15 @@ class OffloadStreamAdamW(AdamW):
                 streams.synchronize()
             self._host_state.in_flight = False
 
-    def refresh_masters(self) -> None:
-        """Take master weights from the parameters, after these were loaded or changed. A step does it where needed."""
+    def refresh_masters(self, changed_only: bool = True) -> None:
+        """Take master weights from the parameters. A step does it for those that torch knows to be changed.
+
+        Args:
+            changed_only: False: from all of them, also where memory was written past torch.
+        """
         self.flush()
         for store in self._stores:
-            store.refresh_masters()
+            store.refresh_masters(changed_only)
 
     @property
     def host_bytes(self) -> int:

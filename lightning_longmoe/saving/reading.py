@@ -72,6 +72,8 @@ def load(
     on_all_ranks(f"Restoring {path}", lambda: _restore(plan, module), control_group)
     if running and source.optimizers is None:
         rank_zero_info("weights-only checkpoint: optimizer starts fresh, and so do learning rate schedulers")
+        for optimizer in filter(keeps_masters, running):
+            optimizer.refresh_masters(changed_only=False)  # type: ignore[attr-defined]
         source.rest.setdefault("lr_schedulers", [])  # Lightning insists on the key
     return source.rest
 
