@@ -26,6 +26,7 @@ from typing_extensions import override
 from lightning_longmoe import _compat, saving
 from lightning_longmoe.advice import add_advice
 from lightning_longmoe.batches import Batches, HostGroup
+from lightning_longmoe.batches.watch import Watch, batches_for
 from lightning_longmoe.buffers import agree_on_buffers
 from lightning_longmoe.config import (
     BatchConfig,
@@ -52,7 +53,6 @@ from lightning_longmoe.layout import Layout
 from lightning_longmoe.loops import evaluate_without_inference_mode, reduce_tensor
 from lightning_longmoe.materialize import agree_on_initial_values, agreed_seed, materialize, move_to_device
 from lightning_longmoe.models.auxiliary import discard_aux_losses, refuse_waiting_aux_losses
-from lightning_longmoe.models.head import CausalLMHead
 from lightning_longmoe.models.moe import update_router_biases
 from lightning_longmoe.optimizer.remap import EarlyParameters, refuse_fused_over_meshes, remap_optimizers
 from lightning_longmoe.optimizer.swap import offload_optimizers
@@ -148,7 +148,7 @@ class LongMoEStrategy(ModelParallelStrategy):
         self._early = EarlyParameters()
         self._batches: Batches | None = None
         self._accumulating = False
-        self._watching: list[Any] = []
+        self._watch: Watch | None = None
 
     def config(self) -> dict[str, Any]:
         """The settings as plain values, for loggers and checkpoints."""
@@ -276,7 +276,11 @@ class LongMoEStrategy(ModelParallelStrategy):
             self._parallelize(module)
         reshard(module)
         check_run(module)
-        self._batches = self._batches_for(trainer, module)
+        self._stop_watching()
+        ranks = HostGroup(self.meshes.control)
+        self._batches, self._watch = batches_for(
+            module, self.batch, trainer, data_rank=self.data_rank, data_size=self.data_size, ranks=ranks
+        )
         self.barrier("parallelized")
         if trainer.state.fn == TrainerFn.FITTING:
             log_config(trainer, self.config())
@@ -325,33 +329,6 @@ class LongMoEStrategy(ModelParallelStrategy):
     # -----------------------------------------------------------------------------------------------------------------
     # Data
     # -----------------------------------------------------------------------------------------------------------------
-    def _batches_for(self, trainer: pl.Trainer, module: pl.LightningModule) -> Batches:
-        heads = [child for child in module.modules() if isinstance(child, CausalLMHead)]
-        batches = Batches(
-            self.batch,
-            trainer,
-            head=bool(heads),
-            ignore_index=heads[0].options.ignore_index if heads else -100,
-            data_rank=self.data_rank,
-            data_size=self.data_size,
-            ranks=HostGroup(self.meshes.control),
-        )
-        for head in heads:
-            head.check_targets = batches.check_targets
-        self._watch_embeddings(module, {head.vocab_size for head in heads}, batches)
-        return batches
-
-    def _watch_embeddings(self, module: nn.Module, sizes: set[int], batches: Batches) -> None:
-        """Let the check of targets see which tokens the model sees."""
-        self._stop_watching()
-        for child in module.modules():
-            if isinstance(child, nn.Embedding) and child.num_embeddings in sizes:
-                self._watching.append(child.register_forward_pre_hook(batches.note_look_up))
-
-    def _stop_watching(self) -> None:
-        while self._watching:
-            self._watching.pop().remove()
-
     @property
     def batches(self) -> Batches:
         """Loaders and batches of this run."""
@@ -593,10 +570,14 @@ class LongMoEStrategy(ModelParallelStrategy):
     @override
     def teardown(self) -> None:
         self._stop_watching()
-        if self.lightning_module is not None and parallelized(self.lightning_module) is not None:
-            if self.takeover.offloader is not None:
-                self.takeover.offloader.close()
+        done = None if self.lightning_module is None else parallelized(self.lightning_module)
+        if done is not None and done.takeover.offloader is not None:
+            done.takeover.offloader.close()
         super().teardown()
+
+    def _stop_watching(self) -> None:
+        if self._watch is not None:
+            self._watch.end()
 
     @classmethod
     @override
