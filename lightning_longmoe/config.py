@@ -106,8 +106,6 @@ class RecomputeConfig:
 
     def __post_init__(self) -> None:
         _require_choice(self, "boundaries_per_layer", (1, 2))
-
-    def __post_init__(self) -> None:
         _as_names(self, "blocks")
 
 
