@@ -1,8 +1,8 @@
 """``longmoe bench dispatch``: PipelinedLLEP against unchunked LLEP and plain expert parallelism.
 
 Two parts. *Booked peaks*: the ledgers of dry runs at the paper's shapes, forward and backward, with nothing allocated.
-*Measured times*: all ranks as virtual ranks on one device, forward and backward, in rounds; there are no links between
-virtual ranks, so a time is arithmetic and memory traffic alone.
+*Measured*: all ranks as virtual ranks on one device, forward and backward: times in rounds, and the most that was alive
+beyond the inputs. There are no links between virtual ranks, so a time is arithmetic and memory traffic alone.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_longmoe.bench.rounds import compare, machine, run_rounds
+from lightning_longmoe.callbacks.tracked_bytes import TrackedBytes
 from lightning_longmoe.config import PipelinedLLEP
 from lightning_longmoe.dispatch.dry import PAPER_SHAPES, DispatchShape, dry_pipelined, dry_unchunked
 from lightning_longmoe.dispatch.experts import ExpertStack
@@ -106,10 +107,10 @@ def balance(shape: DispatchShape, profile: Profile) -> dict[str, float]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Measured times
+# Measured
 # ---------------------------------------------------------------------------------------------------------------------
 def measured(shape: DispatchShape, profile: Profile, device: torch.device, rounds: int) -> dict[str, dict[str, float]]:
-    """Seconds of forward and backward on all virtual ranks, and the ratio to unchunked LLEP; on CUDA the peak too.
+    """Seconds of forward and backward on all virtual ranks, the peak beyond the inputs, and ratios to unchunked LLEP.
 
     Chunks are a tenth of the tokens where the config's own would not cut the shape at all.
     """
@@ -128,12 +129,26 @@ def measured(shape: DispatchShape, profile: Profile, device: torch.device, round
         for name, (chunked, chosen) in contestants(config).items()
     }
     figures = compare(run_rounds(calls, rounds, device), baseline="unchunked LLEP")
-    if device.type == "cuda":
-        for name, call in calls.items():
-            torch.cuda.reset_peak_memory_stats(device)
-            call()
-            figures[name]["peak_gib_of_all_ranks"] = torch.cuda.max_memory_allocated(device) / GIB
+    lasting = [tensor for one in inputs for tensor in (one.x, one.expert_weights, *dict(one.weights.items()).values())]
+    peaks = {name: _peak_bytes(call, [*lasting, *ids, *grads], device) for name, call in calls.items()}
+    for name, peak in peaks.items():
+        figures[name]["peak_mib_of_all_ranks"] = peak / 2**20
+        figures[name]["peak_ratio"] = peak / peaks["unchunked LLEP"]
     return figures
+
+
+def _peak_bytes(call: Callable[[], None], lasting: list[torch.Tensor], device: torch.device) -> int:
+    """The most that was alive in a call beyond the tensors that it was given."""
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        call()
+        return torch.cuda.max_memory_allocated(device) - before
+    with TrackedBytes() as tracked:
+        tracked.add(lasting)
+        before = tracked.current
+        call()
+    return tracked.peak - before
 
 
 def _random_inputs(
@@ -175,11 +190,11 @@ def _print(report: dict[str, Any]) -> None:
     console.print(table)
     for profile, contestants_ in report["measured"]["profiles"].items():
         title = f"Forward and backward on virtual ranks, {report['measured']['shape']} shape, {profile}"
-        table = _table(title, "ratio to unchunked", "median s", "range s", "peak of all ranks")
+        table = _table(title, "time to unchunked", "peak to it", "median s", "range s", "peak MiB of all ranks")
         for name, row in contestants_.items():
-            peak = f"{row['peak_gib_of_all_ranks']:.2f} GiB" if "peak_gib_of_all_ranks" in row else "-"
+            peak = (f"{row['peak_ratio']:.2f}", f"{row['peak_mib_of_all_ranks']:.1f}")
             times = f"{row['min_s']:.3f} - {row['max_s']:.3f}"
-            table.add_row(name, f"{row['ratio']:.2f}", f"{row['median_s']:.3f}", times, peak)
+            table.add_row(name, f"{row['ratio']:.2f}", peak[0], f"{row['median_s']:.3f}", times, peak[1])
         console.print(table)
 
 
