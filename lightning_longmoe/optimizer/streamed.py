@@ -400,11 +400,16 @@ class _HostState(dict):
         return dict, (dict(self),)
 
 
+def fair_threads() -> int:
+    """Threads of a step in host memory: this rank's share of the processors that it may use, or more where it has more."""
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    return max(torch.get_num_threads(), processors // local_ranks())
+
+
 @contextmanager
 def _fair_share_of_threads() -> Iterator[None]:
     """A launcher gives each rank one thread; the update, bound by memory, takes the rank's share of the processors."""
-    before = torch.get_num_threads()
-    share = max(1, len(os.sched_getaffinity(0)) // local_ranks()) if hasattr(os, "sched_getaffinity") else before
+    before, share = torch.get_num_threads(), fair_threads()
     if share > before:
         torch.set_num_threads(share)
     try:

@@ -20,7 +20,7 @@ from torch.optim import AdamW, Optimizer
 from lightning_longmoe._compat import local_tensor
 from lightning_longmoe.config import OptimizerOffload
 from lightning_longmoe.optimizer.store import host_bytes
-from lightning_longmoe.optimizer.streamed import OffloadStreamAdamW
+from lightning_longmoe.optimizer.streamed import OffloadStreamAdamW, fair_threads
 
 GIB = 2**30
 Setting = OptimizerOffload | Literal["auto"] | None
@@ -81,7 +81,8 @@ def offload_optimizers(
     lines = [f"{type(o).__name__} stays as it is: {refusals[id(o)]}." for o in inner if refusals[id(o)] is not None]
     if chosen:
         where = f"{needed / GIB:.2f} GiB of optimizer state in host memory"
-        lines.insert(0, f"{where}: AdamW became OffloadStreamAdamW ({torch.get_num_threads()} threads).")
+        threads = f" (a step takes {fair_threads()} threads)" if device.type == "cpu" else ""
+        lines.insert(0, f"{where}: AdamW became OffloadStreamAdamW{threads}.")
     return ("OffloadStreamAdamW" if chosen or ours else "plain"), needed + taken, lines
 
 
