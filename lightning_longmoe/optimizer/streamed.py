@@ -401,7 +401,7 @@ class _HostState(dict):
 
 
 def fair_threads() -> int:
-    """Threads of a step in host memory: this rank's share of the processors that it may use, or more where it has more."""
+    """Threads of a step in host memory: the rank's share of processors that it may use, or more where it has more."""
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
     return max(torch.get_num_threads(), processors // local_ranks())
 

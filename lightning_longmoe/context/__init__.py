@@ -1,0 +1,12 @@
+"""Context parallelism: attention over sequences that are split over ranks.
+
+Reading order: ``order.py`` (who holds which positions), ``tiles.py`` (the arithmetic of a block), ``ring.py``,
+``ulysses.py``, ``attention.py``.
+"""
+
+from lightning_longmoe.context.attention import context_attention
+from lightning_longmoe.context.order import arrange, context_order
+from lightning_longmoe.context.reference import reference_attention
+from lightning_longmoe.context.wire import Wire
+
+__all__ = ["Wire", "arrange", "context_attention", "context_order", "reference_attention"]
