@@ -9,6 +9,7 @@ from lightning_longmoe.boundaries import BoundaryOffloader
 from lightning_longmoe.config import (
     BatchConfig,
     BoundaryOffload,
+    ContextConfig,
     ExpertLayout,
     FSDPConfig,
     OptimizerOffload,
@@ -18,6 +19,7 @@ from lightning_longmoe.config import (
     RingDTP,
     SaveConfig,
 )
+from lightning_longmoe.context import context_attention, context_order
 from lightning_longmoe.data import LongTextDataModule
 from lightning_longmoe.dispatch import pipelined_llep, plan_dispatch
 from lightning_longmoe.models import CausalLMHead, CausalLMModule, MoELayer
@@ -33,6 +35,7 @@ __all__ = [
     "BoundaryOffloader",
     "CausalLMHead",
     "CausalLMModule",
+    "ContextConfig",
     "ExpertLayout",
     "FSDPConfig",
     "LongMoEStrategy",
@@ -45,6 +48,8 @@ __all__ = [
     "RecomputeConfig",
     "RingDTP",
     "SaveConfig",
+    "context_attention",
+    "context_order",
     "pipelined_llep",
     "plan_dispatch",
     "ring_cross_entropy",

@@ -286,3 +286,21 @@ class OptimizerOffload:
     def __post_init__(self) -> None:
         _require_positive(self, "bucket_numel", "slots")
         _require_choice(self, "moments", ("float32", "bf16"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextConfig:
+    """How attention sees over the ranks that share a sequence."""
+
+    kind: Literal["auto", "ulysses", "ring", "hybrid"] = "auto"
+    """"ulysses": ranks exchange heads for tokens. "ring": keys and values come by. "hybrid": heads within a node, a
+    ring over nodes. "auto": by heads, ranks and ranks of a node; the start-up table says why."""
+    ulysses_size: Union[int, Literal["auto"]] = "auto"
+    """Ranks of a hybrid that exchange heads."""
+
+    def __post_init__(self) -> None:
+        _require_choice(self, "kind", ("auto", "ulysses", "ring", "hybrid"))
+        if self.ulysses_size != "auto":
+            _require_positive(self, "ulysses_size")
+            if self.kind != "hybrid":
+                raise ValueError(f"ContextConfig(ulysses_size={self.ulysses_size}) is allowed with kind='hybrid' only.")

@@ -21,12 +21,14 @@ from lightning_longmoe import _compat
 from lightning_longmoe.boundaries import BoundaryOffloader
 from lightning_longmoe.config import (
     BoundaryOffload,
+    ContextConfig,
     FSDPConfig,
     ParallelConfig,
     PipelinedLLEP,
     RecomputeConfig,
     RingDTP,
 )
+from lightning_longmoe.context_takeover import ContextChoice, choose_context, connect_context
 from lightning_longmoe.dispatch.pipelined import PipelinedDispatch
 from lightning_longmoe.dispatch.plain import PlainDispatch
 from lightning_longmoe.layout import Layout, plan_layout
@@ -63,12 +65,14 @@ class Takeover:
         rows: operator, module names, and a remark or the reason why something stayed plain.
         decisions: what "auto" came to, by the name of the strategy's argument; saved in checkpoints.
         reduction: what every head and MoE layer got to sum over all ranks.
+        context: how sequences are split; None where they are whole.
         offloader: what holds the boundaries of recomputed blocks; None where they stay on the device.
     """
 
     rows: list[tuple[str, str, str]] = field(default_factory=list)
     decisions: dict[str, str] = field(default_factory=dict)
     reduction: TokenReduction = field(default_factory=TokenReduction)
+    context: ContextChoice | None = None
     offloader: BoundaryOffloader | None = None
 
 
@@ -98,6 +102,7 @@ def parallelize(
     fsdp: FSDPConfig,
     recompute: RecomputeConfig,
     dispatch: PipelinedLLEP | Literal["auto"] | None,
+    context: ContextConfig,
     vocabulary: RingDTP | Literal["auto"] | None,
     boundaries: BoundaryOffload | Literal["auto"] | None,
     precision: LongMoEPrecision,
@@ -111,6 +116,7 @@ def parallelize(
         fsdp: units and policy.
         recompute: activation checkpointing.
         dispatch: how tokens travel to their experts.
+        context: how attention sees over the ranks that share a sequence.
         vocabulary: how the vocabulary is spread.
         boundaries: where the inputs of recomputed blocks wait.
         precision: gives the mixed-precision policy.
@@ -123,6 +129,7 @@ def parallelize(
     takeover = Takeover(reduction=TokenReduction(meshes.world_group, meshes.layout.world_size))
     refuse_foreign_wrappers(module)
     blocks = find_blocks(module, fsdp.blocks)
+    _connect_context(module, meshes, context, takeover)
     _shard_experts(module, meshes, dispatch, takeover)
     _spread_vocabulary(module, meshes, vocabulary, precision, takeover)
     _recompute_blocks(module, blocks, recompute, boundaries, meshes.shard.device_type, host_limit_bytes, takeover)
@@ -211,6 +218,18 @@ def _free_experts(module: nn.Module) -> list[tuple[str, Experts]]:
 # ---------------------------------------------------------------------------------------------------------------------
 # The steps
 # ---------------------------------------------------------------------------------------------------------------------
+def _connect_context(module: nn.Module, meshes: Meshes, config: ContextConfig, takeover: Takeover) -> None:
+    choice = choose_context(module, config, meshes.layout)
+    group = None if meshes.context is None else meshes.context.get_group()
+    names = connect_context(module, choice, group)
+    takeover.context = choice
+    takeover.decisions["context"] = "whole sequences" if choice is None else choice.kind
+    if choice is not None:
+        lanes = "" if choice.ulysses_size is None else f", {choice.ulysses_size} of them exchange heads"
+        how = f"{choice.kind} over {choice.size} ranks{lanes} ({choice.why})"
+        takeover.rows.append(("context", join_names(names), how))
+
+
 def _shard_experts(
     module: nn.Module, meshes: Meshes, setting: PipelinedLLEP | Literal["auto"] | None, takeover: Takeover
 ) -> None:
@@ -506,7 +525,6 @@ def layout_for(
             f"ParallelConfig(expert_parallel_size={size}) cannot apply to this module: {why}."
             " Use 1 or 'auto', or leave the experts to the strategy."
         )
-    _refuse_unbuilt(parallel)
     refuse_setting(module, vocabulary, parallel.vocabulary_parallel_size, world_size)
     vocab_size = vocabulary_size(module)
     if vocabulary is None or vocab_size is None:
@@ -520,12 +538,3 @@ def layout_for(
     )
     refuse_setting(module, vocabulary, layout.vocabulary_size, world_size)
     return layout
-
-
-def _refuse_unbuilt(parallel: ParallelConfig) -> None:
-    """Sizes of the contract whose operator this version does not have must not be accepted and ignored."""
-    if parallel.context_parallel_size != 1:
-        raise ValueError(
-            f"ParallelConfig(context_parallel_size={parallel.context_parallel_size}) is not available in this version,"
-            " which does not split sequences. Use context_parallel_size=1."
-        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -85,3 +86,8 @@ def log_config(trainer: pl.Trainer, config: dict[str, Any]) -> None:
     """Add the strategy's settings to every logger's hyper-parameters."""
     for logger in trainer.loggers:
         logger.log_hyperparams({"longmoe": config})
+
+
+def plain_setting(setting: Any) -> Any:
+    """A setting as plain values: "auto", None, or the fields of its config."""
+    return setting if setting is None or isinstance(setting, str) else dataclasses.asdict(setting)

@@ -25,12 +25,13 @@ from typing_extensions import override
 
 from lightning_longmoe import _compat, saving
 from lightning_longmoe.advice import add_advice
-from lightning_longmoe.batches import Batches, HostGroup
+from lightning_longmoe.batches import Batches
 from lightning_longmoe.batches.watch import Watch, batches_for
 from lightning_longmoe.buffers import agree_on_buffers
 from lightning_longmoe.config import (
     BatchConfig,
     BoundaryOffload,
+    ContextConfig,
     FSDPConfig,
     OptimizerOffload,
     ParallelConfig,
@@ -66,7 +67,7 @@ from lightning_longmoe.parallelize import (
     reshard,
 )
 from lightning_longmoe.precision import LongMoEPrecision
-from lightning_longmoe.report import log_config, print_start_up_table
+from lightning_longmoe.report import log_config, plain_setting, print_start_up_table
 from lightning_longmoe.runtime.host_memory import node_bytes, parse_share
 from lightning_longmoe.runtime.meshes import Meshes, meshes_for, user_mesh
 
@@ -84,6 +85,7 @@ class LongMoEStrategy(ModelParallelStrategy):
         parallel: sizes of the expert, context and vocabulary groups and of the replicas.
         fsdp: units and policy of FSDP2.
         recompute: activation checkpointing.
+        context: how attention sees over the ranks that share a sequence.
         batch: which tensors run along the sequence, who shifts the labels, how an accumulation window is normalised.
         dispatch: how tokens travel to their experts. "auto": PipelinedLLEP where experts are spread over ranks. None:
             the plain, unchunked all-to-all.
@@ -112,6 +114,7 @@ class LongMoEStrategy(ModelParallelStrategy):
         parallel: ParallelConfig = ParallelConfig(),
         fsdp: FSDPConfig = FSDPConfig(),
         recompute: RecomputeConfig = RecomputeConfig(),
+        context: ContextConfig = ContextConfig(),
         batch: BatchConfig = BatchConfig(),
         dispatch: PipelinedLLEP | Literal["auto"] | None = "auto",
         vocabulary: RingDTP | Literal["auto"] | None = "auto",
@@ -129,6 +132,7 @@ class LongMoEStrategy(ModelParallelStrategy):
         self.parallel = as_config(parallel, ParallelConfig, "parallel")
         self.fsdp = as_config(fsdp, FSDPConfig, "fsdp")
         self.recompute = as_config(recompute, RecomputeConfig, "recompute")
+        self.context = as_config(context, ContextConfig, "context")
         self.batch = as_config(batch, BatchConfig, "batch")
         self.saving = as_config(saving, SaveConfig, "saving")
         self.dispatch = as_operator(dispatch, PipelinedLLEP, "dispatch")
@@ -152,13 +156,10 @@ class LongMoEStrategy(ModelParallelStrategy):
 
     def config(self) -> dict[str, Any]:
         """The settings as plain values, for loggers and checkpoints."""
-        groups = {
-            name: dataclasses.asdict(getattr(self, name))
-            for name in ("parallel", "fsdp", "recompute", "batch", "saving")
-        }
-        operators = {name: _plain(getattr(self, name)) for name in ("dispatch", "vocabulary", "boundaries")}
-        optimizer_state = _plain(self._optimizer_offload)
-        return {**groups, **operators, "optimizer_state": optimizer_state, "host_memory": self.host_memory}
+        names = ("parallel", "fsdp", "recompute", "context", "batch", "dispatch", "vocabulary", "boundaries", "saving")
+        settings = {name: plain_setting(getattr(self, name)) for name in names}
+        optimizer_state = plain_setting(self._optimizer_offload)
+        return {**settings, "optimizer_state": optimizer_state, "host_memory": self.host_memory}
 
     def __repr__(self) -> str:
         """Also what Lightning shows when a Trainer of the other package, pytorch_lightning, refuses this object."""
@@ -277,10 +278,8 @@ class LongMoEStrategy(ModelParallelStrategy):
         reshard(module)
         check_run(module)
         self._stop_watching()
-        ranks = HostGroup(self.meshes.control)
-        self._batches, self._watch = batches_for(
-            module, self.batch, trainer, data_rank=self.data_rank, data_size=self.data_size, ranks=ranks
-        )
+        context = self.takeover.context
+        self._batches, self._watch = batches_for(module, self.batch, trainer, self.meshes, context, self.global_rank)
         self.barrier("parallelized")
         if trainer.state.fn == TrainerFn.FITTING:
             log_config(trainer, self.config())
@@ -296,6 +295,7 @@ class LongMoEStrategy(ModelParallelStrategy):
             self.fsdp,
             self.recompute,
             self.dispatch,
+            self.context,
             self.vocabulary,
             self.boundaries,
             self.precision_plugin,
@@ -589,7 +589,3 @@ class LongMoEStrategy(ModelParallelStrategy):
             override=True,
         )
 
-
-def _plain(operator: Any) -> Any:
-    """An operator's setting as plain values: "auto", None, or the fields of its config."""
-    return operator if operator is None or isinstance(operator, str) else dataclasses.asdict(operator)

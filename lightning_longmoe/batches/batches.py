@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.trainer.states import RunningStage
@@ -22,6 +23,8 @@ from lightning_longmoe.batches.host_group import HostGroup
 from lightning_longmoe.batches.labels import Labels
 from lightning_longmoe.batches.loader import seed_workers
 from lightning_longmoe.batches.resume import Resume, batch_samples
+from lightning_longmoe.batches.split import SequenceSplit
+from lightning_longmoe.batches.structure import LABELS
 from lightning_longmoe.batches.training import Pass, StatefulWindowedLoader, WindowedLoader
 from lightning_longmoe.config import BatchConfig
 from lightning_longmoe.runtime.reduction import WindowScale
@@ -48,6 +51,7 @@ class Batches:
         data_rank: which part of the data this rank reads.
         data_size: in how many parts the data is dealt.
         ranks: all ranks. None: this process alone.
+        split: makes a context rank's part of each batch; None: sequences stay whole.
     """
 
     def __init__(
@@ -60,6 +64,7 @@ class Batches:
         data_rank: int = 0,
         data_size: int = 1,
         ranks: HostGroup | None = None,
+        split: SequenceSplit | None = None,
     ) -> None:
         self.config = config
         self.trainer = trainer
@@ -67,6 +72,7 @@ class Batches:
         self.data_rank = data_rank
         self.data_size = data_size
         self.ranks = ranks or HostGroup()
+        self.split = split
         self.module = trainer.lightning_module
         hook = getattr(self.module, "count_valid_targets", None)
         self.labels = Labels(config, active=head, ignore_index=ignore_index, count_hook=hook)
@@ -139,7 +145,13 @@ class Batches:
         if self._kind not in self._checked and not self.padding:
             self._checked.add(self._kind)
             self.labels.check(batch, stage)
-        return prepared
+        return prepared if self.split is None else self._split(prepared, stage)
+
+    def _split(self, batch: Any, stage: str) -> Any:
+        assert self.split is not None
+        part = self.split.split(batch, stage)
+        self.labels.targets.begin([replace(one, targets=part[LABELS]) for one in self.labels.targets.prepared])
+        return part
 
     def check_targets(self, targets: Tensor | None) -> None:
         """For a head's ``check_targets``: looks at the losses of each stage until one has told whether it is right.
@@ -246,7 +258,9 @@ class Batches:
 
     def prediction(self, output: Any, batch: Any) -> Any:
         """For ``predict_step``: the output, or of a padding batch's output no row."""
-        return without_rows(output, rows_of(batch) or 0) if self.padding else output
+        if self.padding:
+            return without_rows(output, rows_of(batch) or 0)
+        return output if self.split is None else self.split.join(output)
 
     def on_predict_end(self) -> None:
         """Take what padding batches left out of the predictions that ``trainer.predict`` returns."""

@@ -8,23 +8,54 @@ from torch import nn
 
 from lightning_longmoe.batches.batches import Batches
 from lightning_longmoe.batches.host_group import HostGroup
+from lightning_longmoe.batches.split import SequenceSplit
 from lightning_longmoe.config import BatchConfig
+from lightning_longmoe.context_takeover import ContextChoice
 from lightning_longmoe.models.head import CausalLMHead
+from lightning_longmoe.runtime.meshes import Meshes
 
 
 def batches_for(
-    module: nn.Module, config: BatchConfig, trainer: Any, *, data_rank: int, data_size: int, ranks: HostGroup
+    module: nn.Module,
+    config: BatchConfig,
+    trainer: Any,
+    meshes: Meshes,
+    context: ContextChoice | None,
+    rank: int,
 ) -> tuple[Batches, Watch]:
-    """The batches of a run, and what watches the module for them."""
+    """The batches of a run, and what watches the module for them.
+
+    Args:
+        module, config, trainer: of the run.
+        meshes: the groups.
+        context: how sequences are split.
+        rank: in the world.
+    """
     heads = [child for child in module.modules() if isinstance(child, CausalLMHead)]
+    ignore_index = heads[0].options.ignore_index if heads else -100
+    layout, ranks = meshes.layout, HostGroup(meshes.control)
+    split = None
+    if context is not None:
+        assert meshes.context is not None
+        split = SequenceSplit(
+            config,
+            context.kind,
+            context.ulysses_size,
+            group=meshes.context.get_group(),
+            ranks=ranks,
+            groups=layout.groups("context"),
+            ignore_index=ignore_index,
+            hook=getattr(module, "split_batch", None),
+        )
     batches = Batches(
         config,
         trainer,
         head=bool(heads),
-        ignore_index=heads[0].options.ignore_index if heads else -100,
-        data_rank=data_rank,
-        data_size=data_size,
+        ignore_index=ignore_index,
+        data_rank=layout.coordinates(rank).data,
+        data_size=layout.data_size,
         ranks=ranks,
+        split=split,
     )
     return batches, Watch(module, heads, batches)
 

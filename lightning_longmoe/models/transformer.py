@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -63,7 +64,14 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, document_ids: Te
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions and normalised queries and keys."""
+    """Grouped-query attention with rotary positions and normalised queries and keys.
+
+    Attributes:
+        context_attention: attention over the ranks that share a sequence, in the place of `causal_attention`; a
+            strategy sets it.
+    """
+
+    context_attention: Callable[..., Tensor] | None = None
 
     def __init__(self, hidden_size: int, num_heads: int, num_kv_heads: int) -> None:
         super().__init__()
@@ -83,7 +91,8 @@ class Attention(nn.Module):
         query = self.q_norm(self.q_proj(hidden).view(heads)).transpose(1, 2)
         key = self.k_norm(self.k_proj(hidden).view(heads)).transpose(1, 2)
         value = self.v_proj(hidden).view(heads).transpose(1, 2)
-        out = causal_attention(apply_rotary(query, rotary), apply_rotary(key, rotary), value, document_ids)
+        attend = causal_attention if self.context_attention is None else self.context_attention
+        out = attend(apply_rotary(query, rotary), apply_rotary(key, rotary), value, document_ids)
         return self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
 
 

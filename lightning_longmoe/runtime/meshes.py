@@ -39,6 +39,7 @@ class Meshes:
             else in a step. None when the vocabulary size is 1.
         vocabulary_shard: mesh for ``fully_shard`` of those rows over the rest of the ranks; None when no rest is left.
         vocabulary_copies: the ranks that hold the same rows, of all replicas and rests; None where there is one.
+        context: mesh of the ranks that share a sequence; None when the context size is 1.
         replicate_group: the replicas of this rank, for what lives outside ``fully_shard``; None without HSDP.
         world_group: all ranks, on the device's backend: sums over everything that shares the loss.
         control: all ranks, over gloo.
@@ -52,6 +53,7 @@ class Meshes:
     vocabulary: DeviceMesh | None
     vocabulary_shard: DeviceMesh | None
     vocabulary_copies: DeviceMesh | None
+    context: DeviceMesh | None
     replicate_group: dist.ProcessGroup | None
     world_group: dist.ProcessGroup
     control: dist.ProcessGroup
@@ -60,7 +62,7 @@ class Meshes:
         """Every process group of this layout, each once, in an order that is the same on all ranks."""
         found: list[dist.ProcessGroup] = [self.world_group, self.control]
         vocabulary = (self.vocabulary, self.vocabulary_shard, self.vocabulary_copies)
-        for mesh in (self.user, self.shard, self.expert, self.expert_shard, *vocabulary):
+        for mesh in (self.user, self.shard, self.expert, self.expert_shard, *vocabulary, self.context):
             found += [] if mesh is None else [mesh.get_group(axis) for axis in range(mesh.ndim)]
         return list({id(group): group for group in found}.values())
 
@@ -113,6 +115,10 @@ def _make(layout: Layout, device_type: str, timeout: timedelta) -> Meshes:
         size = (world // layout.vocabulary_size, layout.vocabulary_size)
         root = init_device_mesh(device_type, size, mesh_dim_names=("vocabulary_copies", "vocabulary_rows"))
         copies = root["vocabulary_copies"]
+    context = None
+    if layout.context_size > 1:
+        size = (world // layout.context_size, layout.context_size)
+        context = init_device_mesh(device_type, size, mesh_dim_names=("data", "context"))["context"]
     replicate_group = None if replicas == 1 else shard.get_group("replicate")
     world_group = user.get_group("data_parallel")
     control = world_group if dist.get_backend(world_group) == "gloo" else dist.new_group(backend="gloo")
@@ -125,6 +131,7 @@ def _make(layout: Layout, device_type: str, timeout: timedelta) -> Meshes:
         vocabulary=vocabulary,
         vocabulary_shard=vocabulary_shard,
         vocabulary_copies=copies,
+        context=context,
         replicate_group=replicate_group,
         world_group=world_group,
         control=control,
