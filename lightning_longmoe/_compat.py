@@ -227,3 +227,43 @@ def dtensor_on_host(part: torch.Tensor, parameter: Any) -> torch.Tensor:
     meta = TensorMeta(parameter.shape, parameter.stride(), part.dtype)
     spec = DTensorSpec(parameter.device_mesh, parameter.placements, tensor_meta=meta)
     return DTensor(part, spec, requires_grad=False)
+
+
+def flash_attention_fits(query: torch.Tensor) -> bool:
+    """Whether torch's flash kernels take tensors of this device and dtype."""
+    if query.device.type == "cpu":
+        return query.dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    return query.is_cuda and half and query.size(-1) <= 256 and torch.cuda.get_device_capability(query.device) >= (8, 0)
+
+
+def flash_attention_forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention [B, H, Q, D] of equal heads and sizes, and its log-sum-exp [B, H, Q]."""
+    if query.device.type == "cpu":
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scale)
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, scale=scale)
+    return out, lse
+
+
+def flash_attention_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of query, key and value, given the output and the log-sum-exp over these keys or over more."""
+    if query.device.type == "cpu":
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, query, key, value, out, lse, 0.0, causal, scale=scale
+        )
+    unused = torch.zeros((), dtype=torch.int64, device=query.device)  # dropout's random state, and there is none
+    return torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        grad, query, key, value, out, lse, None, None, query.size(2), key.size(2), 0.0, causal, unused, unused,
+        scale=scale,
+    )  # fmt: skip

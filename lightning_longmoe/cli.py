@@ -251,7 +251,7 @@ def run_consolidate(arguments: list[str]) -> None:
     consolidate_command(arguments[1:])
 
 
-BENCHES = ("dispatch", "vocabulary", "boundaries", "optimizer")
+BENCHES = ("dispatch", "vocabulary", "boundaries", "optimizer", "attention")
 
 
 def run_bench(arguments: list[str]) -> None:

@@ -1,6 +1,6 @@
 """Context parallelism: attention over sequences that are split over ranks.
 
-Reading order: ``order.py`` (who holds which positions), ``tiles.py`` (the arithmetic of a block), ``ring.py``,
+Reading order: ``order.py`` (who holds which positions), ``tiles.py`` and ``runs.py`` (the arithmetic), ``ring.py``,
 ``ulysses.py``, ``attention.py``.
 """
 

@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_longmoe.context.order import Arrangement
-from lightning_longmoe.context.tiles import Block, Rule, block_backward, block_forward, finite, merge_, wide
+from lightning_longmoe.context.runs import backward_runs, forward_runs
+from lightning_longmoe.context.tiles import Block, Rule, finite, merge_, wide
 from lightning_longmoe.context.wire import Wire
 
 
@@ -115,7 +116,7 @@ class _RingAttention(torch.autograd.Function):
         dtype = wide(query.dtype)
         grad = grad.contiguous()
         delta = (grad.to(dtype) * result.to(dtype)).sum(-1)
-        grads = _backward(ctx.ring, grad, delta, lse, query, key, value, ctx.documents)
+        grads = _backward(ctx.ring, grad, result, delta, lse, query, key, value, ctx.documents)
         grad_sinks = None
         if sinks is not None:
             share = (sinks.to(dtype).view(1, -1, 1) - finite(lse)).exp()
@@ -168,11 +169,6 @@ class _Visits:
         self._next = (incoming, room, ring.wire.exchange(cargo, ring.peer(step), room, ring.peer(-step)))
 
 
-def _block(positions: Tensor, documents: Tensor | None) -> Block:
-    device = None if documents is None else documents.device
-    return Block(positions if device is None else positions.to(device), documents)
-
-
 def _forward(
     ring: Ring, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -184,7 +180,7 @@ def _forward(
             continue
         owner = (ring.place - step) % ring.arrangement.ring
         keys = Block(ring.parts[owner][indices].to(query.device), docs)
-        out, lse = block_forward(query, k, v, queries, keys, ring.rule, ring.scale)
+        out, lse = forward_runs(query, k, v, queries, keys, ring.rule, ring.scale)
         if result is None:
             result = out, lse
         else:
@@ -196,6 +192,7 @@ def _forward(
 def _backward(
     ring: Ring,
     grad: Tensor,
+    result: Tensor,
     delta: Tensor,
     lse: Tensor,
     query: Tensor,
@@ -214,7 +211,9 @@ def _backward(
         gradients = [torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)]
         if len(indices):
             gradients = list(
-                block_backward(grad, delta, lse, query, k, v, queries, keys, ring.rule, ring.scale, grad_query)
+                backward_runs(
+                    grad, result, delta, lse, query, k, v, queries, keys, ring.rule, ring.scale, grad_query
+                )
             )
         if step == 0:
             _add_home(totals, indices, gradients)

@@ -1,5 +1,7 @@
 """Attention of one block of queries to one block of keys, in tiles, with the log-sum-exp that lets blocks be merged.
 
+Keys come as one run of consecutive positions, queries in any order.
+
 Letters: B sequences - Hq query heads - Hk key/value heads (G = Hq / Hk queries share one) - Q queries - S keys of the
 block - D size of a query and key, Dv of a value. Scores exist only for a tile of queries and keys. All sums are in
 float32, or float64 for float64 inputs.
@@ -95,14 +97,17 @@ def _visible(queries: Block, keys: Block, rule: Rule) -> Tensor | None:
 
 
 def _tiles(queries: Block, keys: Block, rule: Rule, heads: int) -> Iterator[tuple[slice, list[slice]]]:
-    """Slices of queries, each with the slices of keys that any of them may see."""
+    """Slices of queries, each with the slices of keys that any of them may see. Keys are one run of positions."""
     side = max(16, math.isqrt(TILE_ELEMENTS // max(1, heads)))
-    key_slices = [slice(start, min(start + side, len(keys))) for start in range(0, len(keys), side)]
-    key_ranges = [keys[part].range for part in key_slices]
+    if rule.window is not None:
+        side = min(side, max(64, rule.window))  # larger tiles would be mostly unseen
+    origin = int(keys.positions[0])
     for start in range(0, len(queries), side):
         rows = slice(start, min(start + side, len(queries)))
-        seen = queries[rows].range
-        yield rows, [part for part, span in zip(key_slices, key_ranges, strict=True) if rule.can_see(seen, span)]
+        first, last = queries[rows].range
+        begin = 0 if rule.window is None else max(0, first - rule.window + 1 - origin)
+        end = min(len(keys), last + 1 - origin) if rule.causal else len(keys)
+        yield rows, [slice(a, min(a + side, end)) for a in range(begin, end, side)]
 
 
 def _grouped(query: Tensor, kv_heads: int) -> Tensor:

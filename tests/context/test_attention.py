@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_longmoe import _compat
 from lightning_longmoe.context import Wire, context_attention, context_order, reference_attention
 from lightning_longmoe.context import tiles as tiles_module
 from tests.pool import RemoteError, run_on_ranks
@@ -123,6 +124,25 @@ def test_lower_precision_is_as_close_as_one_process_is(kind: str, dtype: torch.d
         error = float((_joined(results, name).double() - value).abs().max())
         plain = float((expected[name].double() - value).abs().max())
         assert error <= 2 * plain + 1e-6, name
+
+
+@pytest.mark.parametrize("feature", ["causal", "full", "grouped", "values of another size", "sinks", "wide window"])
+def test_flash_kernels_and_tiles_agree(feature: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    used = []
+    plain = _compat.flash_attention_forward
+    monkeypatch.setattr(_compat, "flash_attention_forward", lambda *args: used.append(1) or plain(*args))
+    tensors, documents, options = _make(torch.float64, **FEATURES[feature])
+    results = []
+    for fits in (True, False):
+        monkeypatch.setattr(_compat, "flash_attention_fits", lambda query, fits=fits: fits)
+        leaves = {name: tensor.clone().requires_grad_() for name, tensor in tensors.items()}
+        out = context_attention(**leaves, group=None, kind="ring", document_ids=documents, **options)
+        out.square().sum().backward()
+        results.append([out.detach(), *(leaf.grad for leaf in leaves.values())])
+        assert bool(used)
+    assert len(used) == 1
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
 def test_tiles_of_any_size_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
