@@ -19,11 +19,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from lightning_longmoe.bench.rounds import compare, machine, run_rounds
+from lightning_longmoe.bench.rounds import compare, machine, run_rounds, wide_console
 from lightning_longmoe.context import Wire, context_attention, context_order
 from lightning_longmoe.context.order import Kind
 
@@ -158,7 +157,7 @@ def _gathered(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def _print(report: dict[str, Any]) -> None:
-    console = Console()
+    console = wide_console()
     console.print(" - ".join(f"{key} {value}" for key, value in report["machine"].items()))
     table = _table(f"One process, forward and backward; {report['shape']}", f"time to {SDPA}", "median s", "range s")
     for name, row in report["one_process"].items():

@@ -15,11 +15,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from lightning_longmoe.bench.rounds import compare, machine, run_rounds
+from lightning_longmoe.bench.rounds import compare, machine, run_rounds, wide_console
 from lightning_longmoe.boundaries import BoundaryOffloader, plan_boundaries, reference_checkpoint
 from lightning_longmoe.callbacks.tracked_bytes import TrackedBytes
 from lightning_longmoe.config import BoundaryOffload
@@ -173,7 +172,7 @@ def _peak_bytes(call: Callable[[], None], parts: nn.Module, x: Tensor, device: t
 # Tables
 # ---------------------------------------------------------------------------------------------------------------------
 def _print(report: dict[str, Any]) -> None:
-    console = Console()
+    console = wide_console()
     console.print(" - ".join(f"{key} {value}" for key, value in report["machine"].items()))
     table = _table("Planned: gpt-oss-20b, 8 ranks, 557,056 tokens", "offloaded", "host GiB", "rounded up", "device GiB")
     for budget, row in report["planned"].items():

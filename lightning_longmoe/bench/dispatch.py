@@ -14,10 +14,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
-from lightning_longmoe.bench.rounds import compare, machine, run_rounds
+from lightning_longmoe.bench.rounds import compare, machine, run_rounds, wide_console
 from lightning_longmoe.callbacks.tracked_bytes import TrackedBytes
 from lightning_longmoe.config import PipelinedLLEP
 from lightning_longmoe.dispatch.dry import PAPER_SHAPES, DispatchShape, dry_pipelined, dry_unchunked
@@ -174,7 +173,7 @@ def _random_inputs(
 # Tables
 # ---------------------------------------------------------------------------------------------------------------------
 def _print(report: dict[str, Any]) -> None:
-    console = Console()
+    console = wide_console()
     console.print(" - ".join(f"{key} {value}" for key, value in report["machine"].items()))
     for shape, profiles in report["booked"].items():
         title = f"Booked peak of the worst rank, {shape}, GiB: all (beyond weights and gradients)"

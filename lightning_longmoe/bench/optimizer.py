@@ -16,14 +16,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from rich.table import Table
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from lightning_longmoe.bench.rounds import compare, machine, run_rounds
+from lightning_longmoe.bench.rounds import compare, machine, run_rounds, wide_console
 from lightning_longmoe.optimizer import OffloadStreamAdamW
 
 DEFAULT, OURS = "AdamW", "OffloadStreamAdamW"
@@ -158,7 +157,7 @@ def _both_ways(optimizer: OffloadStreamAdamW, device: torch.device) -> Callable[
 
 
 def _print(report: dict[str, Any]) -> None:
-    console = Console()
+    console = wide_console()
     console.print(" - ".join(f"{key} {value}" for key, value in report["machine"].items()))
     held = report["bytes"]
     console.print(

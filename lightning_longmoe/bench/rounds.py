@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from rich.console import Console
 
 
 def run_rounds(
@@ -61,3 +62,9 @@ def machine(device: torch.device) -> dict[str, str | int]:
         "python": platform.python_version(),
         "date": time.strftime("%Y-%m-%d"),
     }
+
+
+def wide_console() -> Console:
+    """For tables with names in full, also where the output is no terminal that tells its width."""
+    console = Console()
+    return console if console.is_terminal else Console(width=160)

@@ -20,11 +20,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from lightning_longmoe.bench.rounds import compare, machine, run_rounds
+from lightning_longmoe.bench.rounds import compare, machine, run_rounds, wide_console
 from lightning_longmoe.callbacks.tracked_bytes import TrackedBytes
 from lightning_longmoe.config import RingDTP
 from lightning_longmoe.kernels.cross_entropy import chunked_cross_entropy
@@ -217,7 +216,7 @@ def _rank_main(
 # Tables
 # ---------------------------------------------------------------------------------------------------------------------
 def _print(report: dict[str, Any]) -> None:
-    console = Console()
+    console = wide_console()
     console.print(" - ".join(f"{key} {value}" for key, value in report["machine"].items()))
     title = "Booked peak of a rank, forward and backward, inputs and gradients counted in"
     table = _table(title, "saved", "travels", "standard GiB", "ring GiB", "largest buffer", "sent fwd", "sent bwd")

@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lightning_longmoe.context.order import Arrangement
 from lightning_longmoe.context.runs import backward_runs, forward_runs
 from lightning_longmoe.context.tiles import Block, Rule, finite, merge_, wide
 from lightning_longmoe.context.wire import Wire
+from lightning_longmoe.runtime.once import only_once
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,14 @@ class _RingAttention(torch.autograd.Function):
         return result
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        query, key, value, sinks, *_ = ctx.saved_tensors
+        with torch.no_grad():
+            grads = _RingAttention._gradients(ctx, grad)
+        return (*only_once(grads, (query, key, value, sinks, grad), "context_attention"), None, None)
+
+    @staticmethod
+    def _gradients(ctx: Any, grad: Tensor) -> list[Tensor | None]:
         query, key, value, sinks, result, lse = ctx.saved_tensors
         dtype = wide(query.dtype)
         grad = grad.contiguous()
@@ -122,7 +128,7 @@ class _RingAttention(torch.autograd.Function):
             share = (sinks.to(dtype).view(1, -1, 1) - finite(lse)).exp()
             grad_sinks = -(share * delta).sum((0, 2)).to(sinks.dtype)
         like = (query, key, value)
-        return (*(g.to(t.dtype) for g, t in zip(grads, like, strict=True)), grad_sinks, None, None)
+        return [*(g.to(t.dtype) for g, t in zip(grads, like, strict=True)), grad_sinks]
 
 
 def _cargo(tensors: tuple[Tensor, ...], documents: Tensor | None, indices: Tensor) -> list[Tensor]:

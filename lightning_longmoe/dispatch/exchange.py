@@ -4,12 +4,16 @@ The number of chunks depends on the largest token count of a rank, so that count
 device, where the chunk of each token is computed from it. Counts are gathered for ``bound`` chunks, a number that all
 ranks know; only where more are needed is the exchange done a second time, and the bound stays raised.
 
-Expert ids that do not exist, and ranks that disagree, are found in the gathered numbers: every rank raises, none hangs.
+With the token counts go E and a checksum of all settings, which decide how large later messages are, and whether a
+rank refuses its arguments. On the CPU they are read at once; on a device, where reading would wait for it, when this
+rank meets settings for the first time. So are expert ids that do not exist found in the gathered numbers: every rank
+raises, none hangs.
 """
 
 from __future__ import annotations
 
 import warnings
+import zlib
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -26,6 +30,8 @@ from lightning_longmoe.runtime.ledger import Arena
 
 FIRST_BOUND = 16
 _HEADER = 4
+_REFUSED = -1
+"""In the place of E: the rank refuses its arguments."""
 
 
 @dataclass(frozen=True)
@@ -73,10 +79,11 @@ class LayerPlan:
 
 
 class ChunkBound:
-    """The number of chunks that counts are gathered for; it grows alike on all ranks."""
+    """The number of chunks that counts are gathered for, which grows alike on all ranks, and what they agree on."""
 
     def __init__(self) -> None:
         self.value = FIRST_BOUND
+        self.agreed: set[int] = set()  # checksums of settings that all ranks had in common
 
     def under(self, config: PipelinedLLEP) -> int:
         return self.value if config.max_chunks is None else min(self.value, config.max_chunks)
@@ -92,6 +99,7 @@ def plan_layer(
     *,
     config: PipelinedLLEP,
     bound: ChunkBound,
+    settings: str = "",
 ) -> Steps[LayerPlan]:
     """Exchange counts and plan.
 
@@ -103,15 +111,17 @@ def plan_layer(
         needs: gradients that this rank wants.
         config: of the operator; the same on all ranks.
         bound: kept from layer to layer.
+        settings: everything else that must be the same on all ranks, in words.
 
     Raises:
-        ValueError: an expert id is out of range on some rank, or ranks differ in K or E.
+        ValueError: an expert id is out of range on some rank, ranks differ in K, E or settings, or one of them refuses
+            its arguments.
         RuntimeError: some ranks want gradients and others want none.
     """
     header = [expert_ids.size(0), expert_ids.size(1), experts, needs.as_bits()]
     while True:
         chunks = bound.under(config)
-        message = yield from _gather(arena, ranks, expert_ids, header, chunks, config)
+        message = yield from _gather(arena, ranks, expert_ids, header, chunks, config, bound, settings)
         _check_headers(message[:, :_HEADER])
         most_tokens = int(message[:, 0].max())
         wanted = count_chunks(most_tokens, config)
@@ -125,13 +135,55 @@ def plan_layer(
     return LayerPlan(plan, rank_tables(plan, rank), expert_ids, Needs.from_bits(bits), most_tokens)
 
 
+def tell_refusal(arena: Arena, ranks: int) -> Steps[None]:
+    """Take part in the first message, so that the other ranks do not wait for one that refuses its arguments."""
+    first = arena.take("counts", (ranks, 3), torch.int64)
+    yield AllGather(first, torch.tensor([0, _REFUSED, 0], device=arena.device))
+    arena.release(first)
+
+
+def _agree(arena: Arena, ranks: int, header: list[int], bound: ChunkBound, settings: str) -> Steps[Tensor]:
+    """[Ep, 3] int64 on the device: tokens, E and settings of every rank, compared where that costs no wait."""
+    experts, checksum = header[2], zlib.crc32(settings.encode())
+    first = arena.take("counts", (ranks, 3), torch.int64)
+    yield AllGather(first, torch.tensor([header[0], experts, checksum], device=arena.device))
+    if ranks == 1 or arena.dry or (arena.device.type != "cpu" and checksum in bound.agreed):
+        return first
+    _check_agreement(first.tolist(), settings)
+    bound.agreed.add(checksum)
+    return first
+
+
+def _check_agreement(rows: list[list[int]], settings: str) -> None:
+    refused = [rank for rank, (_, experts, _) in enumerate(rows) if experts == _REFUSED]
+    if refused:
+        raise ValueError(f"Ranks {refused} of an expert group refused their arguments; their own messages say why.")
+    counts = [experts for _, experts, _ in rows]
+    if len(set(counts)) > 1:
+        raise ValueError(f"The ranks of an expert group must agree on experts of the group; they have {counts}.")
+    sums = [checksum for *_, checksum in rows]
+    if len(set(sums)) > 1:
+        alike = [[rank for rank, other in enumerate(sums) if other == one] for one in dict.fromkeys(sums)]
+        raise ValueError(
+            f"The ranks of an expert group must be called with the same settings; ranks {' and '.join(map(str, alike))}"
+            f" differ. This rank: {settings}."
+        )
+
+
 def _gather(
-    arena: Arena, ranks: int, expert_ids: Tensor, header: list[int], chunks: int, config: PipelinedLLEP
+    arena: Arena,
+    ranks: int,
+    expert_ids: Tensor,
+    header: list[int],
+    chunks: int,
+    config: PipelinedLLEP,
+    bound: ChunkBound,
+    settings: str,
 ) -> Steps[Any]:
     """[Ep, 4 + chunks · E] int32 on the host: header and counts of every rank."""
-    experts, device = header[2], arena.device
-    tokens = arena.take("counts", (ranks,), torch.int64)
-    yield AllGather(tokens, torch.full((1,), header[0], dtype=torch.int64, device=device))
+    experts = header[2]
+    first = yield from _agree(arena, ranks, header, bound, settings)
+    tokens = first[:, 0]
     message = arena.take("counts", (_HEADER + chunks * experts,), torch.int32)
     for slot, value in zip(message[:_HEADER].unbind(), header, strict=True):
         slot.fill_(value)
@@ -140,7 +192,7 @@ def _gather(
     gathered = arena.take("counts", (ranks, message.numel()), torch.int32)
     yield AllGather(gathered, message)
     host = yield ToHost(gathered)  # the one wait for the device in this layer
-    arena.release(tokens, message, gathered)
+    arena.release(first, message, gathered)
     return host.astype(np.int64)
 
 

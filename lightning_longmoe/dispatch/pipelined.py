@@ -21,17 +21,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lightning_longmoe.config import ExpertLayout, PipelinedLLEP
 from lightning_longmoe.dispatch.balance import BalanceLog
-from lightning_longmoe.dispatch.exchange import ChunkBound, LayerPlan, Needs, plan_layer, say_when_the_ceiling_binds
+from lightning_longmoe.dispatch.exchange import (
+    ChunkBound,
+    LayerPlan,
+    Needs,
+    plan_layer,
+    say_when_the_ceiling_binds,
+    tell_refusal,
+)
 from lightning_longmoe.dispatch.experts import ExpertStack
-from lightning_longmoe.dispatch.plain import _check_routes
+from lightning_longmoe.dispatch.plain import _check_routes, require_member
 from lightning_longmoe.dispatch.region import ACCUMULATORS, GRADIENTS, PARAMETERS, RegionForward, RegionInputs
 from lightning_longmoe.dispatch.region_backward import RegionBackward, RegionGradients
 from lightning_longmoe.dispatch.transport import GroupTransport, SoloTransport
 from lightning_longmoe.runtime.ledger import Arena, Ledger
+from lightning_longmoe.runtime.once import only_once
 from lightning_longmoe.runtime.ranges import ranged
 from lightning_longmoe.runtime.replay import remember, replaying
 
@@ -106,6 +113,9 @@ class PipelinedDispatch:
         self.group, self.config = group, config
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
+        require_member(group)
+        if not isinstance(config, PipelinedLLEP):
+            raise ValueError(f"config={config!r} is not allowed: give a PipelinedLLEP(...).")
         self.ledger = Ledger(aside=(PARAMETERS, GRADIENTS, ACCUMULATORS))
         self.balance = BalanceLog()
         self.counts: Counter[str] = Counter()
@@ -146,14 +156,29 @@ class PipelinedDispatch:
     def _call(
         self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor, weights: ExpertStack, layout: ExpertLayout
     ) -> Tensor:
-        _check_routes(x, expert_ids, expert_weights)
-        _check_weights(x, weights, layout)
+        settings = self._agreed_settings(x, expert_ids, expert_weights, weights, layout)
         inputs = (x, expert_weights, weights.gate_up_proj, weights.down_proj, weights.gate_up_bias, weights.down_bias)
         wanted = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in inputs]
-        call = _Call(self, expert_ids.detach(), expert_weights.detach(), layout, Needs(*wanted))
+        call = _Call(self, expert_ids.detach(), expert_weights.detach(), layout, Needs(*wanted), settings)
         if not any(wanted):
             return call.forward(x.detach(), _detached(weights))
         return _Run.apply(_Anchor.apply(call, *inputs), call, _detached(weights))
+
+
+    def _agreed_settings(
+        self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor, weights: ExpertStack, layout: ExpertLayout
+    ) -> str:
+        """What must be the same on all ranks, in words. A rank that refuses its arguments tells the others first."""
+        try:
+            _check_routes(x, expert_ids, expert_weights)
+            _check_weights(x, weights, layout)
+        except (ValueError, AttributeError, AssertionError):
+            if self.size > 1 and not replaying():
+                arena = self.arena(weights.gate_up_proj.device)  # type: ignore[union-attr]
+                self.transport().run(tell_refusal(arena, self.size))
+            raise
+        sizes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in weights.items())
+        return f"{self.config}, {layout}, {x.dtype}, H {x.size(1)}, {sizes}"
 
 
 @dataclass(eq=False)
@@ -162,6 +187,7 @@ class _Call:
 
     Attributes:
         expert_ids, expert_weights: of the forward that this object was made in.
+        settings: what must be the same on all ranks, in words.
         plan: set by the forward.
     """
 
@@ -170,6 +196,7 @@ class _Call:
     expert_weights: Tensor
     layout: ExpertLayout
     needs: Needs
+    settings: str = ""
     plan: LayerPlan | None = None
 
     def __post_init__(self) -> None:
@@ -209,6 +236,7 @@ class _Call:
             self.needs,
             config=dispatch.config,
             bound=dispatch._bound,
+            settings=self.settings,
         )
         return transport.run(steps)
 
@@ -238,17 +266,17 @@ class _Anchor(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         x, *weights = ctx.saved_tensors
-        grads = ctx.call.backward(x, ExpertStack(*weights), grad)
+        with torch.no_grad():
+            grads = ctx.call.backward(x, ExpertStack(*weights), grad)
         stack = grads.weights
         parts = (grads.x, grads.expert_weights, *(getattr(stack, name) for name in _WEIGHT_NAMES))
         wanted = ctx.needs_input_grad[1:]
         own = [part if want else None for part, want in zip(parts, wanted, strict=True)]
         if own[1] is not None:
             own[1] = own[1].to(ctx.weights_dtype)
-        return None, *own
+        return None, *only_once(own, (x, *weights, grad), "pipelined_llep")
 
 
 _WEIGHT_NAMES = ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias")
@@ -262,7 +290,6 @@ class _Run(torch.autograd.Function):
         return call.forward(x, weights)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         return grad, None, None
 

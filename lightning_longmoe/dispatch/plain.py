@@ -56,6 +56,7 @@ class PlainDispatch:
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        require_member(group)
         self.group = group
         self.size = 1 if group is None else dist.get_world_size(group)
 
@@ -124,11 +125,19 @@ class PlainDispatch:
         return _RowCounts([sum(row) for row in sent_list], received_list)
 
 
+def require_member(group: dist.ProcessGroup | None) -> None:
+    """Raise ValueError for a group that this rank is not in."""
+    if group is not None and dist.get_rank(group) < 0:
+        raise ValueError("The process group of the experts was made without this rank: give one that it is in.")
+
+
 def _check_routes(x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> None:
     if x.dim() != 2 or expert_ids.dim() != 2 or expert_ids.size(0) != x.size(0):
         raise ValueError(
             f"x {list(x.shape)} and expert_ids {list(expert_ids.shape)} do not fit: give x [N, H] and ids [N, K]."
         )
+    if expert_ids.size(1) == 0:
+        raise ValueError(f"expert_ids {list(expert_ids.shape)} give no expert to a token: K must be at least 1.")
     if expert_weights.shape != expert_ids.shape:
         raise ValueError(
             f"expert_weights {list(expert_weights.shape)} must have the shape of expert_ids {list(expert_ids.shape)}."

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_longmoe.runtime.ledger import Arena
+from lightning_longmoe.runtime.once import only_once
 from lightning_longmoe.vocabulary.call import Arguments, Call
 from lightning_longmoe.vocabulary.passes import (
     GRADIENTS,
@@ -74,8 +75,7 @@ class _RingStatistics(torch.autograd.Function):
             arena = Arena(hidden.device, call.record.ledger)
             grads = run_backward(call.problem, saved, ring, arena, incoming, call.wanted)
         grads = [grad if need else None for grad, need in zip(grads, ctx.needs_input_grad, strict=False)]
-        if torch.is_grad_enabled():
-            grads = [None if g is None else _OnlyOnce.apply(g, hidden, weight, *incoming) for g in grads]
+        grads = only_once(grads, (hidden, weight, *incoming), "ring_cross_entropy and ring_log_probs")
         return (*grads, None, None, None)
 
 
@@ -106,7 +106,7 @@ def run_forward(problem: Problem, given: Inputs, ring: Ring, arena: Arena) -> tu
         mean = arena.adopt(STATES, states[:, TARGET + 1] / logits.vocab_size)
     if logits.entropy:
         ybar = arena.adopt(STATES, states[:, logits.entropy_column] / z)
-        entropy = arena.adopt(STATES, lse - ybar)
+        entropy = arena.adopt(STATES, (lse - ybar).clamp_(min=0.0))  # the difference of two large numbers
     arena.close()
     return (lse, target, mean, entropy), ybar
 
@@ -175,21 +175,6 @@ def _narrowed(arena: Arena, grads: list[Tensor | None], index: int, like: Tensor
     narrow = arena.adopt(GRADIENTS, rows.to(like.dtype))
     arena.release(grad)
     return narrow
-
-
-class _OnlyOnce(torch.autograd.Function):
-    """A gradient that cannot be differentiated again: without this it would count as a constant, silently."""
-
-    @staticmethod
-    def forward(ctx: Any, grad: Tensor, *attached: Tensor | None) -> Tensor:  # type: ignore[override]
-        return grad.view_as(grad)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        raise RuntimeError(
-            "Gradients of ring_cross_entropy and ring_log_probs cannot be differentiated again (double backward): their"
-            " logits are never kept. Use lightning_longmoe.vocabulary.reference for second derivatives."
-        )
 
 
 def group_mean(total: Tensor, call: Call) -> Tensor:

@@ -78,6 +78,7 @@ def prepare(
         valid = targets != arguments.ignore_index
         strangers = ((targets < 0) | (targets >= logits.vocab_size)) & valid
     differentiable = (hidden, arguments.weight, arguments.bias)
+    mode = "gradients" if torch.is_grad_enabled() else "no_grad"
     agreement = agree(
         ring,
         what=f"{name}: targets",
@@ -85,12 +86,15 @@ def prepare(
         strangers=strangers.sum(),
         numbers=valid.sum().reshape(1),
         wanted=[torch.is_grad_enabled() and t is not None and t.requires_grad for t in differentiable],
-        settings=(name, *hidden.shape[1:], hidden.dtype, arguments.bias is not None, config, logits, loss_options),
+        settings=(
+            *(name, *hidden.shape[1:], hidden.dtype, arguments.bias is not None),
+            *(config, logits, loss_options, mode),
+        ),
         refusal=refusal,
     )
     split = VocabularySplit(logits.vocab_size, ring.size)
-    mode = choose_mode(config, max(agreement.tokens), split)
-    problem = Problem(split=split, tokens=agreement.tokens, mode=mode, config=config, logits=logits)
+    travels = choose_mode(config, max(agreement.tokens), split)
+    problem = Problem(split=split, tokens=agreement.tokens, mode=travels, config=config, logits=logits)
     valid_tokens = sum(numbers[0] for numbers in agreement.numbers)
     return Call(problem, ring, Wanted(*agreement.wanted), valid_tokens, current_record())
 
@@ -105,6 +109,9 @@ def _refused_options(name: str, logits: Logits, loss_options: dict[str, Any]) ->
     if not abs(logits.scale) < float("inf"):
         return ValueError(f"{name}(logit_scale={logits.scale}) is not allowed: give a finite number.")
     z_loss, smoothing = loss_options.get("z_loss", 0.0), loss_options.get("label_smoothing", 0.0)
+    for option, value in (("z_loss", z_loss), ("label_smoothing", smoothing)):
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            return ValueError(f"{name}({option}={value!r}) is not allowed: give a number.")
     if not 0 <= z_loss < float("inf"):
         return ValueError(f"{name}(z_loss={z_loss}) is not allowed: give a finite number of at least 0.")
     if not 0 <= smoothing < 1:

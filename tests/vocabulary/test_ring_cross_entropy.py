@@ -270,3 +270,16 @@ def test_arguments_that_do_not_fit_are_named(changes: dict[str, Any], message: s
 def test_the_config_refuses_what_is_not_allowed(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="RingDTP\\("):
         RingDTP(**settings)
+
+
+def _without_gradients_on_one_rank() -> None:
+    hidden = torch.randn(3, 4, requires_grad=True)
+    weight = torch.randn(5, 4, requires_grad=True)
+    with torch.set_grad_enabled(dist.get_rank() == 0):
+        ring_cross_entropy(hidden, weight, torch.zeros(3, dtype=torch.int64), group=dist.group.WORLD, vocab_size=10)
+
+
+def test_gradients_on_one_rank_alone_are_refused_before_a_backward_would_hang() -> None:
+    with pytest.raises(RemoteError, match="called with other settings") as caught:
+        run_on_ranks(2, _without_gradients_on_one_rank, timeout_s=30)
+    assert set(caught.value.failures) == {0, 1}
