@@ -9,20 +9,16 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
-from rich.table import Table
+from rich.console import Console
 from torch import Tensor
 
-from lightning_longmoe.bench.rounds import compare, machine, run_rounds, wide_console
+from lightning_longmoe.bench.rounds import add_times, compare, machine, run_on_gloo_ranks, run_rounds, show, table
 from lightning_longmoe.context import Wire, context_attention, context_order
 from lightning_longmoe.context.order import Kind
 
@@ -46,10 +42,7 @@ def main(argv: list[str] | None = None) -> None:
         },
         "ranks": {ranks: over_ranks(options.length, dtype, ranks, options.rounds) for ranks in options.ranks},
     }
-    if options.json:
-        print(json.dumps(report, indent=1))
-    else:
-        _print(report)
+    show(report, options.json, _print)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -58,8 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--length", type=int, default=LENGTH, help="tokens of the sequence")
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4], help="gloo processes")
-    parser.add_argument("--rounds", type=int, default=5, help="counted rounds")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_times(parser)
     return parser
 
 
@@ -96,16 +88,11 @@ def windowed(length: int, dtype: torch.dtype, device: torch.device, rounds: int)
 
 def over_ranks(length: int, dtype: torch.dtype, ranks: int, rounds: int) -> dict[str, Any]:
     """Times of rank 0 among ``ranks`` processes, ratios to gathering all keys, and bytes that all ranks send."""
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank_main, (length, dtype, ranks, rounds, torch.get_num_threads(), folder), nprocs=ranks)
-        return json.loads((Path(folder) / "figures.json").read_text())
+    return run_on_gloo_ranks(_figures_of_rank, ranks, length, dtype, rounds)
 
 
-def _rank_main(
-    rank: int, length: int, dtype: torch.dtype, ranks: int, rounds: int, threads: int, folder: str
-) -> None:
-    torch.set_num_threads(max(1, threads // ranks))
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", ranks), rank=rank, world_size=ranks)
+def _figures_of_rank(length: int, dtype: torch.dtype, rounds: int) -> dict[str, Any]:
+    ranks = dist.get_world_size()
     group, device = dist.group.WORLD, torch.device("cpu")
     whole = _random(length, dtype, device)
     wires: dict[str, Wire] = {kind: Wire(group) for kind in KINDS}
@@ -120,10 +107,7 @@ def _rank_main(
         figures[name]["sent_mib_of_all_ranks"] = int(sent) / 2**20
     keys = 2 * BATCH * KV_HEADS * length * SIZE * dtype.itemsize
     figures[GATHERED]["sent_mib_of_all_ranks"] = 2 * keys * (ranks - 1) / 2**20  # forward, and gradients back
-    if rank == 0:
-        (Path(folder) / "figures.json").write_text(json.dumps(figures))
-    dist.barrier()
-    dist.destroy_process_group()
+    return figures
 
 
 def _part(whole: list[Tensor], kind: Kind) -> list[Tensor]:
@@ -156,32 +140,22 @@ def _gathered(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
 
 
-def _print(report: dict[str, Any]) -> None:
-    console = wide_console()
-    console.print(" - ".join(f"{key} {value}" for key, value in report["machine"].items()))
-    table = _table(f"One process, forward and backward; {report['shape']}", f"time to {SDPA}", "median s", "range s")
+def _print(console: Console, report: dict[str, Any]) -> None:
+    made = table(f"One process, forward and backward; {report['shape']}", f"time to {SDPA}", "median s", "range s")
     for name, row in report["one_process"].items():
-        table.add_row(name, f"{row['ratio']:.2f}", *_times(row))
-    console.print(table)
-    table = _table(f"One process, window of {WINDOW}", "median s", "us a token")
+        made.add_row(name, f"{row['ratio']:.2f}", *_times(row))
+    console.print(made)
+    made = table(f"One process, window of {WINDOW}", "median s", "us a token")
     for length, seconds in report["window"].items():
-        table.add_row(f"S {length}", f"{seconds:.3f}", f"{seconds / length * 1e6:.1f}")
-    console.print(table)
+        made.add_row(f"S {length}", f"{seconds:.3f}", f"{seconds / length * 1e6:.1f}")
+    console.print(made)
     for ranks, figures in report["ranks"].items():
         title = f"{ranks} gloo ranks, forward and backward; {report['shape']}"
-        table = _table(title, f"time to {GATHERED}", "median s", "range s", "MiB sent by all ranks")
+        made = table(title, f"time to {GATHERED}", "median s", "range s", "MiB sent by all ranks")
         for name, row in figures.items():
-            table.add_row(name, f"{row['ratio']:.2f}", *_times(row), f"{row['sent_mib_of_all_ranks']:.2f}")
-        console.print(table)
+            made.add_row(name, f"{row['ratio']:.2f}", *_times(row), f"{row['sent_mib_of_all_ranks']:.2f}")
+        console.print(made)
 
 
 def _times(row: dict[str, float]) -> tuple[str, str]:
     return f"{row['median_s']:.3f}", f"{row['min_s']:.3f} - {row['max_s']:.3f}"
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left")
-    table.add_column("")
-    for column in columns:
-        table.add_column(column, justify="right")
-    return table

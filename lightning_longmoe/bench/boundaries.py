@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from rich.table import Table
+from rich.console import Console
 from torch import Tensor, nn
 
-from lightning_longmoe.bench.rounds import compare, machine, run_rounds, wide_console
+from lightning_longmoe.bench.rounds import add_times, compare, machine, run_rounds, show, table
 from lightning_longmoe.boundaries import BoundaryOffloader, plan_boundaries, reference_checkpoint
 from lightning_longmoe.callbacks.tracked_bytes import TrackedBytes
 from lightning_longmoe.config import BoundaryOffload
@@ -46,10 +45,7 @@ def main(argv: list[str] | None = None) -> None:
         "shape": f"{depth} parts, N {tokens}, H {hidden}, {options.dtype}",
         "steps": steps(depth, tokens, hidden, dtype, device, options.rounds),
     }
-    if options.json:
-        print(json.dumps(report, indent=1))
-    else:
-        _print(report)
+    show(report, options.json, _print)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -57,8 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--shape", default="scaled", choices=list(SHAPES), help="what is timed")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="of what is timed")
-    parser.add_argument("--rounds", type=int, default=5, help="counted rounds")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_times(parser)
     return parser
 
 
@@ -171,35 +166,25 @@ def _peak_bytes(call: Callable[[], None], parts: nn.Module, x: Tensor, device: t
 # ---------------------------------------------------------------------------------------------------------------------
 # Tables
 # ---------------------------------------------------------------------------------------------------------------------
-def _print(report: dict[str, Any]) -> None:
-    console = wide_console()
-    console.print(" - ".join(f"{key} {value}" for key, value in report["machine"].items()))
-    table = _table("Planned: gpt-oss-20b, 8 ranks, 557,056 tokens", "offloaded", "host GiB", "rounded up", "device GiB")
+def _print(console: Console, report: dict[str, Any]) -> None:
+    made = table("Planned: gpt-oss-20b, 8 ranks, 557,056 tokens", "offloaded", "host GiB", "rounded up", "device GiB")
     for budget, row in report["planned"].items():
         sizes = (f"{row[key]:.2f}" for key in ("host_gib", "rounded_gib", "device_gib"))
-        table.add_row(f"budget {budget}", str(row["offloaded"]), *sizes)
-    console.print(table)
-    table = _table("Boundaries on the device, in tokens x H x bytes", OFF, "offloaded")
+        made.add_row(f"budget {budget}", str(row["offloaded"]), *sizes)
+    console.print(made)
+    made = table("Boundaries on the device, in tokens x H x bytes", OFF, "offloaded")
     for depth, row in report["depth"].items():
-        table.add_row(f"{depth} parts", f"{row[OFF]:.0f}", f"{row['offloaded']:.0f}")
-    console.print(table)
+        made.add_row(f"{depth} parts", f"{row[OFF]:.0f}", f"{row['offloaded']:.0f}")
+    console.print(made)
     host = report["host"]
     console.print(
         f"Host memory held over payload {host['held_over_payload']:.3f}; rounded up to powers of two it would be"
         f" {host['rounded_over_payload']:.3f}; page-locked {host['allocations']} time(s)."
     )
     columns = (f"time to {OFF}", "peak to it", "median s", "range s", "peak MiB")
-    table = _table(f"Forward and backward: {report['shape']}", *columns)
+    made = table(f"Forward and backward: {report['shape']}", *columns)
     for name, row in report["steps"].items():
         times = f"{row['min_s']:.3f} - {row['max_s']:.3f}"
         peak = (f"{row['peak_ratio']:.2f}", f"{row['peak_mib']:.1f}")
-        table.add_row(name, f"{row['ratio']:.2f}", peak[0], f"{row['median_s']:.3f}", times, peak[1])
-    console.print(table)
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left")
-    table.add_column("")
-    for column in columns:
-        table.add_column(column, justify="right")
-    return table
+        made.add_row(name, f"{row['ratio']:.2f}", peak[0], f"{row['median_s']:.3f}", times, peak[1])
+    console.print(made)

@@ -8,15 +8,14 @@ beyond the inputs. There are no links between virtual ranks, so a time is arithm
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
-from rich.table import Table
+from rich.console import Console
 
-from lightning_longmoe.bench.rounds import compare, machine, run_rounds, wide_console
+from lightning_longmoe.bench.rounds import add_times, compare, machine, run_rounds, show, table
 from lightning_longmoe.callbacks.tracked_bytes import TrackedBytes
 from lightning_longmoe.config import PipelinedLLEP
 from lightning_longmoe.dispatch.dry import PAPER_SHAPES, DispatchShape, dry_pipelined, dry_unchunked
@@ -49,10 +48,7 @@ def main(argv: list[str] | None = None) -> None:
             },
         },
     }
-    if options.json:
-        print(json.dumps(report, indent=1))
-    else:
-        _print(report)
+    show(report, options.json, _print)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -61,8 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--shape", default="scaled", choices=["scaled", *PAPER_SHAPES], help="what is timed (peaks: the paper's shapes)"
     )
-    parser.add_argument("--rounds", type=int, default=5, help="counted rounds")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_times(parser)
     return parser
 
 
@@ -172,34 +167,24 @@ def _random_inputs(
 # ---------------------------------------------------------------------------------------------------------------------
 # Tables
 # ---------------------------------------------------------------------------------------------------------------------
-def _print(report: dict[str, Any]) -> None:
-    console = wide_console()
-    console.print(" - ".join(f"{key} {value}" for key, value in report["machine"].items()))
+def _print(console: Console, report: dict[str, Any]) -> None:
     for shape, profiles in report["booked"].items():
         title = f"Booked peak of the worst rank, {shape}, GiB: all (beyond weights and gradients)"
-        table = _table(title, *NAMES, "saved")
+        made = table(title, *NAMES, "saved")
         for profile, peaks in profiles.items():
             cells = [f"{peaks[name]['all_gib']:.2f} ({peaks[name]['working_gib']:.2f})" for name in NAMES]
             saved = 1 - peaks[NAMES[0]]["working_gib"] / peaks["unchunked LLEP"]["working_gib"]
-            table.add_row(profile, *cells, f"{saved:.1%}")
-        console.print(table)
-    table = _table("Balance at 65K top-8", "worst send ratio", "receive / even share", "load before", "after", "guests")
+            made.add_row(profile, *cells, f"{saved:.1%}")
+        console.print(made)
+    made = table("Balance at 65K top-8", "worst send ratio", "receive / even share", "load before", "after", "guests")
     for profile, figures in report["balance"].items():
-        table.add_row(profile, *(f"{value:.3f}" for value in figures.values()))
-    console.print(table)
+        made.add_row(profile, *(f"{value:.3f}" for value in figures.values()))
+    console.print(made)
     for profile, contestants_ in report["measured"]["profiles"].items():
         title = f"Forward and backward on virtual ranks, {report['measured']['shape']} shape, {profile}"
-        table = _table(title, "time to unchunked", "peak to it", "median s", "range s", "peak MiB of all ranks")
+        made = table(title, "time to unchunked", "peak to it", "median s", "range s", "peak MiB of all ranks")
         for name, row in contestants_.items():
             peak = (f"{row['peak_ratio']:.2f}", f"{row['peak_mib_of_all_ranks']:.1f}")
             times = f"{row['min_s']:.3f} - {row['max_s']:.3f}"
-            table.add_row(name, f"{row['ratio']:.2f}", peak[0], f"{row['median_s']:.3f}", times, peak[1])
-        console.print(table)
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left")
-    table.add_column("")
-    for column in columns:
-        table.add_column(column, justify="right")
-    return table
+            made.add_row(name, f"{row['ratio']:.2f}", peak[0], f"{row['median_s']:.3f}", times, peak[1])
+        console.print(made)

@@ -9,20 +9,19 @@ memory, both ways at once, which no step that keeps its state on the host can be
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.table import Table
+from rich.console import Console
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from lightning_longmoe.bench.rounds import compare, machine, run_rounds, wide_console
+from lightning_longmoe.bench.rounds import add_times, compare, machine, run_rounds, show, table
 from lightning_longmoe.optimizer import OffloadStreamAdamW
 
 DEFAULT, OURS = "AdamW", "OffloadStreamAdamW"
@@ -48,18 +47,14 @@ def main(argv: list[str] | None = None) -> None:
             "bytes": bytes_of_a_step(device, dtype),
             "steps": {name: steps(SHAPES[name], device, dtype, options.rounds) for name in TIMED[device.type]},
         }
-    if options.json:
-        print(json.dumps(report, indent=1))
-    else:
-        _print(report)
+    show(report, options.json, _print)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="longmoe bench optimizer", description=__doc__.split("\n\n")[0])
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="of the parameters")
-    parser.add_argument("--rounds", type=int, default=5, help="counted rounds")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_times(parser)
     return parser
 
 
@@ -156,9 +151,7 @@ def _both_ways(optimizer: OffloadStreamAdamW, device: torch.device) -> Callable[
     return copy
 
 
-def _print(report: dict[str, Any]) -> None:
-    console = wide_console()
-    console.print(" - ".join(f"{key} {value}" for key, value in report["machine"].items()))
+def _print(console: Console, report: dict[str, Any]) -> None:
     held = report["bytes"]
     console.print(
         f"{report['dtype']} parameters: {held['host_bytes_per_element']:.2f} bytes an element in host memory,"
@@ -166,11 +159,9 @@ def _print(report: dict[str, Any]) -> None:
     )
     for name, figures in report["steps"].items():
         count, size = len(SHAPES[name]), SHAPES[name][0]
-        table = Table(title=f"One step, {name}: {count} parameters of {size[0]} x {size[1]}", title_justify="left")
-        table.add_column("")
-        for column in ("times as fast", "median ms", "range ms"):
-            table.add_column(column, justify="right")
+        title = f"One step, {name}: {count} parameters of {size[0]} x {size[1]}"
+        made = table(title, "times as fast", "median ms", "range ms")
         for contestant, row in figures.items():
             times = f"{row['min_s'] * 1e3:.1f} - {row['max_s'] * 1e3:.1f}"
-            table.add_row(contestant, f"{row['speedup']:.2f}", f"{row['median_s'] * 1e3:.1f}", times)
-        console.print(table)
+            made.add_row(contestant, f"{row['speedup']:.2f}", f"{row['median_s'] * 1e3:.1f}", times)
+        console.print(made)

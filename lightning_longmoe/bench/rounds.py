@@ -1,15 +1,22 @@
-"""Timing in rounds, and the ratios that follow."""
+"""What the benchmarks share: timing in rounds, the ratios that follow, ranks on one machine, and tables."""
 
 from __future__ import annotations
 
+import argparse
+import json
 import platform
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from rich.console import Console
+from rich.table import Table
 
 
 def run_rounds(
@@ -68,3 +75,53 @@ def wide_console() -> Console:
     """For tables with names in full, also where the output is no terminal that tells its width."""
     console = Console()
     return console if console.is_terminal else Console(width=160)
+
+
+def table(title: str, *columns: str) -> Table:
+    """A table whose first column names the rows; the others are numbers."""
+    made = Table(title=title, title_justify="left")
+    made.add_column("")
+    for column in columns:
+        made.add_column(column, justify="right")
+    return made
+
+
+def add_times(parser: argparse.ArgumentParser) -> None:
+    """The options that every benchmark has."""
+    parser.add_argument("--rounds", type=int, default=5, help="counted rounds")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def show(report: dict[str, Any], as_json: bool, print_tables: Callable[[Console, dict[str, Any]], None]) -> None:
+    """Print a report: as one JSON object, or the machine and tables."""
+    if as_json:
+        print(json.dumps(report, indent=1))
+        return
+    console = wide_console()
+    console.print(" - ".join(f"{key} {value}" for key, value in report["machine"].items()))
+    print_tables(console, report)
+
+
+def run_on_gloo_ranks(main: Callable[..., Any], ranks: int, *arguments: Any) -> Any:
+    """What rank 0 of ``ranks`` gloo processes on this machine returns.
+
+    Args:
+        main: a function of a module's top level; called with ``arguments`` on every rank, with a process group; what it
+            returns must be JSON.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_rank_main, (main, ranks, torch.get_num_threads(), folder, arguments), nprocs=ranks)
+        return json.loads((Path(folder) / "figures.json").read_text())
+
+
+def _rank_main(
+    rank: int, main: Callable[..., Any], ranks: int, threads: int, folder: str, arguments: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(max(1, threads // ranks))
+    store = dist.FileStore(f"{folder}/store", ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    figures = main(*arguments)
+    if rank == 0:
+        (Path(folder) / "figures.json").write_text(json.dumps(figures))
+    dist.barrier()
+    dist.destroy_process_group()

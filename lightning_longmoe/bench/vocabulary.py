@@ -9,21 +9,18 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
+from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from lightning_longmoe.bench.rounds import compare, machine, run_rounds, wide_console
+from lightning_longmoe.bench.rounds import add_times, compare, machine, run_on_gloo_ranks, run_rounds, show, table
 from lightning_longmoe.callbacks.tracked_bytes import TrackedBytes
 from lightning_longmoe.config import RingDTP
 from lightning_longmoe.kernels.cross_entropy import chunked_cross_entropy
@@ -59,10 +56,7 @@ def main(argv: list[str] | None = None) -> None:
         },
         "ranks": {ranks: over_ranks(shape, dtype, ranks, options.rounds) for ranks in options.ranks},
     }
-    if options.json:
-        print(json.dumps(report, indent=1))
-    else:
-        _print(report)
+    show(report, options.json, _print)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -71,8 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--shape", default="scaled", choices=list(SHAPES), help="what is timed")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="of what is timed")
     parser.add_argument("--ranks", type=int, nargs="*", default=[], help="also time gloo processes, such as 2 4")
-    parser.add_argument("--rounds", type=int, default=5, help="counted rounds")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_times(parser)
     return parser
 
 
@@ -171,17 +164,11 @@ def _peak_bytes(call: Callable[[], None], tensors: _Tensors, device: torch.devic
 # ---------------------------------------------------------------------------------------------------------------------
 def over_ranks(shape: ProjectionShape, dtype: torch.dtype, ranks: int, rounds: int) -> dict[str, Any]:
     """As `one_process`, of rank 0 among ``ranks`` gloo processes with ``shape.tokens`` tokens each."""
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank_main, (shape, dtype, ranks, rounds, torch.get_num_threads(), folder), nprocs=ranks)
-        return json.loads((Path(folder) / "figures.json").read_text())
+    return run_on_gloo_ranks(_figures_of_rank, ranks, shape, dtype, rounds)
 
 
-def _rank_main(
-    rank: int, shape: ProjectionShape, dtype: torch.dtype, ranks: int, rounds: int, threads: int, folder: str
-) -> None:
-    torch.set_num_threads(max(1, threads // ranks))
-    store = dist.FileStore(f"{folder}/store", ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+def _figures_of_rank(shape: ProjectionShape, dtype: torch.dtype, rounds: int) -> dict[str, dict[str, float]]:
+    ranks, rank = dist.get_world_size(), dist.get_rank()
     group = dist.group.WORLD
     device = torch.device("cpu")
     tensors = _random(shape, dtype, device, VocabularySplit(shape.vocab_size, ranks).rows(rank))
@@ -206,24 +193,19 @@ def _rank_main(
     peaks = {name: _peak_bytes(call, tensors, device) for name, call in both.items()}
     for name, row in figures.items():
         row["peak_ratio"], row["peak_mib"] = peaks[name] / peaks[GATHERED], peaks[name] / 2**20
-    if rank == 0:
-        (Path(folder) / "figures.json").write_text(json.dumps(figures))
-    dist.barrier()
-    dist.destroy_process_group()
+    return figures
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Tables
 # ---------------------------------------------------------------------------------------------------------------------
-def _print(report: dict[str, Any]) -> None:
-    console = wide_console()
-    console.print(" - ".join(f"{key} {value}" for key, value in report["machine"].items()))
+def _print(console: Console, report: dict[str, Any]) -> None:
     title = "Booked peak of a rank, forward and backward, inputs and gradients counted in"
-    table = _table(title, "saved", "travels", "standard GiB", "ring GiB", "largest buffer", "sent fwd", "sent bwd")
+    made = table(title, "saved", "travels", "standard GiB", "ring GiB", "largest buffer", "sent fwd", "sent bwd")
     for shape, row in report["booked"].items():
         sizes = (f"{row[key]:.3f}" for key in row if key.endswith("_gib"))
-        table.add_row(shape, f"{row['saved']:.1%}", row["mode"], *sizes)
-    console.print(table)
+        made.add_row(shape, f"{row['saved']:.1%}", row["mode"], *sizes)
+    console.print(made)
     one = report["one_process"]
     for part in ("forward", "forward and backward"):
         console.print(_times(f"One process, {part}; {one['shape']}", one[part], PLAIN))
@@ -232,17 +214,9 @@ def _print(report: dict[str, Any]) -> None:
 
 
 def _times(title: str, figures: dict[str, dict[str, float]], baseline: str) -> Table:
-    table = _table(title, f"time to {baseline}", "peak to it", "median s", "range s", "peak MiB")
+    made = table(title, f"time to {baseline}", "peak to it", "median s", "range s", "peak MiB")
     for name, row in figures.items():
         peak = (f"{row['peak_ratio']:.2f}", f"{row['peak_mib']:.1f}") if "peak_ratio" in row else ("-", "-")
         times = f"{row['min_s']:.3f} - {row['max_s']:.3f}"
-        table.add_row(name, f"{row['ratio']:.2f}", peak[0], f"{row['median_s']:.3f}", times, peak[1])
-    return table
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left")
-    table.add_column("")
-    for column in columns:
-        table.add_column(column, justify="right")
-    return table
+        made.add_row(name, f"{row['ratio']:.2f}", peak[0], f"{row['median_s']:.3f}", times, peak[1])
+    return made
