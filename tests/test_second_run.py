@@ -61,6 +61,46 @@ def test_a_parameter_that_a_closure_kept_says_that_it_has_no_values() -> None:
         run_on_ranks(2, _penalised, "closure")
 
 
+class Asking(TinyLM):
+    """Asks an early parameter that a closure kept for something else than its values."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+        chosen = self.blocks[0].mix.weight
+        self.kept = lambda: chosen
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        if self.what == "freeze":
+            self.kept().requires_grad = False
+        else:
+            getattr(self.kept(), self.what)
+        return super().training_step(batch, batch_idx)
+
+
+def _ask(what: str) -> None:
+    _trainer(LongMoEStrategy()).fit(Asking(what), DataLoader(make_batches(2, 1), batch_size=None))
+
+
+@pytest.mark.parametrize("what", ["data", "grad", "shape", "T", "freeze"])
+def test_an_early_parameter_does_not_pass_for_an_empty_one(what: str) -> None:
+    with pytest.raises(RemoteError, match="was kept from before the model was sharded"):
+        run_on_ranks(2, _ask, what)
+
+
+def _two_modules() -> tuple[int, int]:
+    trainer = _trainer(LongMoEStrategy())
+    first, second = Asking("requires_grad"), Asking("requires_grad")
+    trainer.fit(first, DataLoader(make_batches(2, 1), batch_size=None))
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(second, DataLoader(make_batches(2, 1), batch_size=None))
+    return len(first.losses), len(second.losses)
+
+
+def test_a_trainer_fits_another_module_after_the_first() -> None:
+    assert run_on_ranks(2, _two_modules) == [(1, 1), (1, 1)]
+
+
 class Rebuilt(TinyLM):
     """``configure_model`` that does not ask what is there already."""
 

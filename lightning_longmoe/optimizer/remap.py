@@ -21,13 +21,18 @@ from lightning_longmoe import _compat
 
 _OF_MODULES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
+_STILL_TRUE = ("is_leaf", "retains_grad", "requires_grad", "dtype", "device", "layout")
+"""What an early parameter may still be asked: an optimizer does so when it is built."""
+
 
 class StaleParameter(nn.Parameter):
-    """A parameter as it was before sharding. It has no values any more, and says so."""
+    """A parameter as it was before sharding. It has no values and no gradient any more, and says so."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in ("__get__", "__set__", "__hash__"):
+        kind = getattr(func, "__name__", "")
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+        if kind == "__hash__" or (kind == "__get__" and attribute in _STILL_TRUE):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         raise RuntimeError(
@@ -86,7 +91,7 @@ class EarlyParameters:
                     child.__dict__[name] = _with_successors(value, successors)
         current = {id(parameter) for parameter in live.values()}
         for early in self.objects:
-            if not isinstance(early, DTensor) and id(early) not in current:
+            if not isinstance(early, (DTensor, StaleParameter)) and id(early) not in current:
                 early.data = early.data.new_empty(0)
                 early.__class__ = StaleParameter
 
