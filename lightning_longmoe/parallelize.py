@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -37,6 +38,7 @@ from lightning_longmoe.models.head import CausalLMHead
 from lightning_longmoe.models.moe import Router
 from lightning_longmoe.precision import LongMoEPrecision
 from lightning_longmoe.recompute import recompute_blocks
+from lightning_longmoe.reuse import new_parts, owners, refuse_other_strategies
 from lightning_longmoe.runtime.meshes import Meshes
 from lightning_longmoe.runtime.reduction import TokenReduction
 from lightning_longmoe.vocabulary_takeover import (
@@ -83,12 +85,12 @@ class Parallelized:
     Attributes:
         meshes: the groups it is sharded over.
         takeover: what was done to it.
-        experts: ids of the expert stacks that it had.
+        parts: the modules that held its parameters.
     """
 
     meshes: Meshes
     takeover: Takeover
-    experts: set[int]
+    parts: WeakSet[nn.Module]
 
 
 def parallelized(module: nn.Module) -> Parallelized | None:
@@ -135,8 +137,8 @@ def parallelize(
     _recompute_blocks(module, blocks, recompute, boundaries, meshes.shard.device_type, host_limit_bytes, takeover)
     _fully_shard_all(module, blocks, meshes, fsdp, precision, takeover)
     _connect_reduction(module, takeover)
-    experts = {id(child) for child in module.modules() if isinstance(child, Experts)}
-    module._longmoe_parallelized = Parallelized(meshes, takeover, experts)  # type: ignore[assignment]
+    module._longmoe_parallelized = Parallelized(meshes, takeover, owners(module))  # type: ignore[assignment]
+    refuse_other_strategies(module)  # type: ignore[arg-type]
     return takeover
 
 
@@ -439,8 +441,8 @@ def check_run(module: nn.Module) -> None:
         name
         for name, child in module.named_modules()
         if (isinstance(child, (CausalLMHead, Router)) and child.reduction is not reduction)
-        or (isinstance(child, Experts) and id(child) not in done.experts)
-    ]
+        or (isinstance(child, Experts) and child not in done.parts)
+    ] or new_parts(module, done.parts)
     if strangers:
         raise ValueError(
             f"{strangers[:10]} came into the module after it was sharded, and nothing connects them to the other ranks."
