@@ -105,32 +105,39 @@ def test_anomaly_detection_works_with_experts_and_vocabulary_spread() -> None:
 
 
 class Compiled(TinyLM):
+    """Its blocks go through torch's graph capture and its split into forward and backward, without code generation."""
+
     def __init__(self, wrapped: bool) -> None:
         super().__init__(lr=0.1)
         if wrapped:
-            self.blocks = nn.ModuleList([torch.compile(block, backend="eager") for block in self.blocks])
+            self.blocks = nn.ModuleList([torch.compile(block, backend="aot_eager") for block in self.blocks])
         else:
             for block in self.blocks:
-                block.compile(backend="eager")
+                block.compile(backend="aot_eager")
 
 
-@pytest.mark.parametrize("wrapped", [True, False])
-def test_compiled_blocks_train_with_recomputation_whatever_the_routing(wrapped: bool) -> None:
+def _losses_compiled_and_not(wrapped: bool, dispatch: Any) -> tuple[list[float], list[float]]:
     torch._dynamo.reset()
     losses = []
     for module in (Compiled(wrapped), TinyLM(lr=0.1)):
         pl.seed_everything(4, verbose=False)
         for parameter in module.parameters():
             nn.init.normal_(parameter, std=0.3)
-        trainer = _trainer_alone(LongMoEStrategy())
+        trainer = _trainer(LongMoEStrategy(dispatch=dispatch))
         trainer.fit(module, DataLoader(make_batches(2, 12), batch_size=None))
-        losses.append(torch.tensor(module.losses))
-    torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-5)
+        losses.append(module.losses)
+    return losses[0], losses[1]
 
 
-def _trainer_alone(strategy: LongMoEStrategy) -> pl.Trainer:
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    return pl.Trainer(accelerator="cpu", devices=1, strategy=strategy, max_epochs=1, num_sanity_val_steps=0, **quiet)
+@pytest.mark.parametrize("dispatch", ["auto", None])
+@pytest.mark.parametrize("wrapped", [True, False], ids=["wrapped", "in_place"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_compiled_blocks_train_with_recomputation_whatever_the_routing(
+    ranks: int, wrapped: bool, dispatch: str | None
+) -> None:
+    for compiled, plain in run_on_ranks(ranks, _losses_compiled_and_not, wrapped, dispatch):
+        assert len(compiled) == 12
+        torch.testing.assert_close(torch.tensor(compiled), torch.tensor(plain), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

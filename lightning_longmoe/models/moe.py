@@ -75,6 +75,7 @@ class Router(nn.Module):
             self.expert_bias = kept.to(self.expert_bias.device)  # from the old values: a cast and back would round them
         return self
 
+    @torch.compiler.disable  # a recomputation reuses the choice: compiled, it would be another graph that saves others
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Choose experts.
 
