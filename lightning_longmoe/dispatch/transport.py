@@ -4,7 +4,8 @@ A region is a generator. It yields *steps*, each a request to move data between 
 same ``yield``. So one region runs over a process group, as one of W *virtual ranks* that take turns in one thread (an
 accelerator that is alone can then measure all ranks), or in a dry run that moves nothing.
 
-The steps and their order do not depend on the routing; with the sizes of point-to-point steps alone it is otherwise.
+Gathers and all-to-alls, and their order, do not depend on the routing. Point-to-point steps do: there is one for each
+guest. All of them are the same on every rank.
 """
 
 from __future__ import annotations
@@ -114,6 +115,7 @@ class GroupTransport:
             if self.log is not None:
                 self.log.append(signature(step))
             answer = self._perform(step)
+            del step  # while the region computes, nothing but the region holds its buffers
 
     def _perform(self, step: Step) -> Any:
         if isinstance(step, AllToAll):
@@ -124,6 +126,7 @@ class GroupTransport:
         if isinstance(step, Wait):
             for work in step.handle:
                 work.wait()
+            step.handle.clear()  # a work that is done still holds its buffers, and the region may keep its handle
             return None
         if isinstance(step, PointToPoint):
             return self._point_to_point(step)
