@@ -17,9 +17,11 @@ import zlib
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_longmoe.config import PipelinedLLEP
@@ -85,8 +87,16 @@ class ChunkBound:
         self.value = FIRST_BOUND
         self.agreed: set[int] = set()  # checksums of settings that all ranks had in common
 
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None) -> ChunkBound:
+        """The bound of calls that share nothing but their group, so that each does not learn it anew."""
+        return cls() if group is None else _of_groups.setdefault(group, cls())
+
     def under(self, config: PipelinedLLEP) -> int:
         return self.value if config.max_chunks is None else min(self.value, config.max_chunks)
+
+
+_of_groups: WeakKeyDictionary[dist.ProcessGroup, ChunkBound] = WeakKeyDictionary()
 
 
 def plan_layer(
@@ -234,7 +244,7 @@ def _check_counts(counts: Ints, tokens: Ints, top_k: int, experts: int) -> None:
 
 
 _said: set[PipelinedLLEP] = set()
-"""Configs whose ceiling was reported. The one global state of this room: the calls of a layer share nothing else."""
+"""Configs whose ceiling was reported. With `_of_groups` the global state of this room: calls share nothing else."""
 
 
 def say_when_the_ceiling_binds(plan: LayerPlan, config: PipelinedLLEP, row_bytes: int) -> None:

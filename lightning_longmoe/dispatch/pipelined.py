@@ -82,6 +82,7 @@ def pipelined_llep(
             " group of the ranks that share the experts (torch.distributed.group.WORLD for all)."
         )
     dispatch = PipelinedDispatch(group, config)
+    dispatch._bound = ChunkBound.of(group)
     return dispatch(
         x,
         expert_ids,

@@ -125,3 +125,18 @@ def test_a_group_without_this_rank_and_a_config_that_is_none_are_refused() -> No
     assert len(messages[1]) == 2
     with pytest.raises(ValueError, match=r"config=None is not allowed: give a PipelinedLLEP"):
         pipelined_llep(**_arguments(), group=None, config=None)  # type: ignore[arg-type]
+
+
+def _bound_after_many_chunks() -> tuple[int, int]:
+    from lightning_longmoe.dispatch.exchange import ChunkBound
+
+    before = ChunkBound.of(dist.group.WORLD).value
+    config = PipelinedLLEP(tokens_per_chunk=1, max_chunks=None)
+    arguments = _arguments()
+    many = {name: arguments[name].repeat(5, 1) for name in ("x", "expert_ids", "expert_weights")}
+    pipelined_llep(**{**arguments, **many}, group=dist.group.WORLD, config=config)
+    return before, ChunkBound.of(dist.group.WORLD).value
+
+
+def test_the_function_remembers_how_many_chunks_its_group_has_needed() -> None:
+    assert run_on_ranks(2, _bound_after_many_chunks) == [(16, 25)] * 2
