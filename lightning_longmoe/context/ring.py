@@ -111,14 +111,14 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        query, key, value, sinks, *_ = ctx.saved_tensors
+        saved = ctx.saved_tensors  # once: a checkpoint gives them out no second time
         with torch.no_grad():
-            grads = _RingAttention._gradients(ctx, grad)
-        return (*only_once(grads, (query, key, value, sinks, grad), "context_attention"), None, None)
+            grads = _RingAttention._gradients(ctx, saved, grad)
+        return (*only_once(grads, (*saved[:4], grad), "context_attention"), None, None)
 
     @staticmethod
-    def _gradients(ctx: Any, grad: Tensor) -> list[Tensor | None]:
-        query, key, value, sinks, result, lse = ctx.saved_tensors
+    def _gradients(ctx: Any, saved: tuple[Any, ...], grad: Tensor) -> list[Tensor | None]:
+        query, key, value, sinks, result, lse = saved
         dtype = wide(query.dtype)
         grad = grad.contiguous()
         delta = (grad.to(dtype) * result.to(dtype)).sum(-1)
