@@ -29,7 +29,7 @@ from lightning_longmoe.config import (
     RecomputeConfig,
     RingDTP,
 )
-from lightning_longmoe.context_takeover import ContextChoice, choose_context, connect_context
+from lightning_longmoe.context.takeover import ContextChoice, choose_context, connect_context
 from lightning_longmoe.dispatch.pipelined import PipelinedDispatch
 from lightning_longmoe.dispatch.plain import PlainDispatch
 from lightning_longmoe.layout import Layout, plan_layout

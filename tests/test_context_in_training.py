@@ -136,7 +136,7 @@ def test_offloads_accumulation_and_recomputation_of_two_parts_with_split_sequenc
 def test_auto_chooses_by_heads_and_node_and_says_why(
     size: int, heads: int, kv: int, node: int, kind: str, lanes: int | None
 ) -> None:
-    from lightning_longmoe.context_takeover import choose_context
+    from lightning_longmoe.context.takeover import choose_context
     from lightning_longmoe.layout import plan_layout
     from lightning_longmoe.models.transformer import Attention
 
@@ -235,6 +235,6 @@ def test_a_users_attention_takes_part_by_its_slot() -> None:
         context_attention = None
         num_heads = num_kv_heads = 2
 
-    from lightning_longmoe.context_takeover import attentions
+    from lightning_longmoe.context.takeover import attentions
 
     assert list(attentions(nn.ModuleDict({"a": Theirs(), "b": nn.Linear(1, 1)}))) == ["a"]

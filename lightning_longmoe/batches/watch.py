@@ -10,7 +10,7 @@ from lightning_longmoe.batches.batches import Batches
 from lightning_longmoe.batches.host_group import HostGroup
 from lightning_longmoe.batches.split import SequenceSplit
 from lightning_longmoe.config import BatchConfig
-from lightning_longmoe.context_takeover import ContextChoice
+from lightning_longmoe.context.takeover import ContextChoice
 from lightning_longmoe.models.head import CausalLMHead
 from lightning_longmoe.runtime.meshes import Meshes
 

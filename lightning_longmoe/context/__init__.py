@@ -1,7 +1,7 @@
 """Context parallelism: attention over sequences that are split over ranks.
 
 Reading order: ``order.py`` (who holds which positions), ``tiles.py`` and ``runs.py`` (the arithmetic), ``ring.py``,
-``ulysses.py``, ``attention.py``.
+``ulysses.py``, ``attention.py``; ``takeover.py`` (which modules of a user get it).
 """
 
 from lightning_longmoe.context.attention import context_attention

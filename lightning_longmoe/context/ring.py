@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lightning_longmoe.context.order import Arrangement
 from lightning_longmoe.context.runs import backward_runs, forward_runs
-from lightning_longmoe.context.tiles import Block, Rule, finite, merge_, wide
+from lightning_longmoe.context.tiles import Block, Rule, Upstream, finite, wide
 from lightning_longmoe.context.wire import Wire
 from lightning_longmoe.runtime.once import only_once
 
@@ -56,18 +56,16 @@ class Ring:
         place = (self.place + distance) % self.arrangement.ring
         return place * self.arrangement.lanes + self.rank % self.arrangement.lanes
 
-    def travelling(self, owner: int, receiver: int) -> Tensor:
-        """Indices into the part of ring place ``owner`` of the chunks that ``receiver`` can see."""
-        keys, queries = self.parts[owner], self.parts[receiver]
-        halves = range(2) if self.arrangement.ring > 1 else range(1)
-        size = len(keys) // len(halves)
-        chosen = [half for half in halves if self._sees(queries, keys[half * size : (half + 1) * size])]
-        return torch.cat([torch.arange(half * size, (half + 1) * size) for half in chosen] or [torch.arange(0)])
+    def travelling(self, owner: int, receiver: int) -> slice:
+        """What of the part of ring place ``owner`` the place ``receiver`` can see: both chunks, one, or nothing."""
+        chunk = len(self.parts[owner]) // 2
+        keys, queries = self.parts[owner].split(chunk), self.parts[receiver].split(chunk)
+        seen = [any(self.rule.can_see(_span(q), _span(k)) for q in queries) for k in keys]
+        return slice(0 if seen[0] else chunk, 2 * chunk if seen[1] else chunk)
 
-    def _sees(self, queries: Tensor, keys: Tensor) -> bool:
-        span = (int(keys[0]), int(keys[-1]))
-        half = len(queries) // 2 or 1
-        return any(self.rule.can_see((int(q[0]), int(q[-1])), span) for q in queries.split(half))
+
+def _span(positions: Tensor) -> tuple[int, int]:
+    return int(positions[0]), int(positions[-1])
 
 
 def ring_attention(
@@ -131,11 +129,9 @@ class _RingAttention(torch.autograd.Function):
         return [*(g.to(t.dtype) for g, t in zip(grads, like, strict=True)), grad_sinks]
 
 
-def _cargo(tensors: tuple[Tensor, ...], documents: Tensor | None, indices: Tensor) -> list[Tensor]:
-    device = tensors[0].device
-    chosen = indices.to(device)
-    cargo = [tensor.index_select(2, chosen) for tensor in tensors]
-    return cargo if documents is None else [*cargo, documents.index_select(1, chosen)]
+def _cargo(tensors: tuple[Tensor, ...], documents: Tensor | None, part: slice) -> list[Tensor]:
+    cargo = [tensor[:, :, part] for tensor in tensors]
+    return cargo if documents is None else [*cargo, documents[:, part]]
 
 
 def _room(
@@ -154,15 +150,13 @@ class _Visits:
 
     def __iter__(self) -> Any:
         ring, size = self._ring, self._ring.arrangement.ring
-        own = torch.arange(len(ring.parts[ring.place]))
         self._launch(1)
-        yield 0, own, self._own, self._documents
+        yield 0, Block(ring.parts[ring.place], self._documents), self._own
         for step in range(1, size):
-            indices, room, work = self._next
+            positions, room, work = self._next
             ring.wire.wait(work)
             self._launch(step + 1)
-            documents = None if self._documents is None else room[2]
-            yield step, indices, (room[0], room[1]), documents
+            yield step, Block(positions, None if self._documents is None else room[2]), (room[0], room[1])
 
     def _launch(self, step: int) -> None:
         ring, size = self._ring, self._ring.arrangement.ring
@@ -170,27 +164,19 @@ class _Visits:
             return
         there, back = (ring.place + step) % size, (ring.place - step) % size
         outgoing, incoming = ring.travelling(ring.place, there), ring.travelling(back, ring.place)
-        room = _room(self._own, self._documents, len(incoming))
+        room = _room(self._own, self._documents, incoming.stop - incoming.start)
         cargo = _cargo(self._own, self._documents, outgoing)
-        self._next = (incoming, room, ring.wire.exchange(cargo, ring.peer(step), room, ring.peer(-step)))
+        work = ring.wire.exchange(cargo, ring.peer(step), room, ring.peer(-step))
+        self._next = (ring.parts[back][incoming], room, work)
 
 
 def _forward(
     ring: Ring, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    own = ring.parts[ring.place].to(query.device)
-    queries = Block(own, documents)
+    queries = Block(ring.parts[ring.place], documents)
     result: tuple[Tensor, Tensor] | None = None
-    for step, indices, (k, v), docs in _Visits(ring, key, value, documents):
-        if len(indices) == 0:
-            continue
-        owner = (ring.place - step) % ring.arrangement.ring
-        keys = Block(ring.parts[owner][indices].to(query.device), docs)
-        out, lse = forward_runs(query, k, v, queries, keys, ring.rule, ring.scale)
-        if result is None:
-            result = out, lse
-        else:
-            merge_(*result, out, lse)
+    for _, keys, (k, v) in _Visits(ring, key, value, documents):
+        result = forward_runs(query, k, v, queries, keys, ring.rule, ring.scale, result)
     assert result is not None
     return result
 
@@ -207,38 +193,28 @@ def _backward(
     documents: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dtype, size = wide(query.dtype), ring.arrangement.ring
-    queries = Block(ring.parts[ring.place].to(query.device), documents)
+    queries = Block(ring.parts[ring.place], documents)
+    upstream = Upstream(grad, result, delta, lse)
     grad_query = torch.zeros_like(query, dtype=dtype)
-    totals = [torch.zeros_like(key, dtype=dtype), torch.zeros_like(value, dtype=dtype)]
+    totals: tuple[Tensor, ...] = ()
     homing: Any = None
-    for step, indices, (k, v), docs in _Visits(ring, key, value, documents):
-        owner = (ring.place - step) % size
-        keys = Block(ring.parts[owner][indices].to(query.device), docs)
-        gradients = [torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)]
-        if len(indices):
-            gradients = list(
-                backward_runs(
-                    grad, result, delta, lse, query, k, v, queries, keys, ring.rule, ring.scale, grad_query
-                )
-            )
+    for step, keys, (k, v) in _Visits(ring, key, value, documents):
+        gradients = backward_runs(upstream, query, k, v, queries, keys, ring.rule, ring.scale, grad_query)
         if step == 0:
-            _add_home(totals, indices, gradients)
+            totals = gradients
             continue
         _land(ring, homing, totals)
         mine = ring.travelling(ring.place, (ring.place + step) % size)
-        room = _room((key, value), None, len(mine), dtype)
+        room = _room((key, value), None, mine.stop - mine.start, dtype)
         homing = (mine, room, ring.wire.exchange(gradients, ring.peer(-step), room, ring.peer(step)))
     _land(ring, homing, totals)
     return grad_query, totals[0], totals[1]
 
 
-def _land(ring: Ring, homing: Any, totals: list[Tensor]) -> None:
+def _land(ring: Ring, homing: Any, totals: tuple[Tensor, ...]) -> None:
+    """Wait for the gradients of what another place saw, and add them to those of this rank's keys and values."""
     if homing is not None:
-        indices, room, work = homing
+        part, room, work = homing
         ring.wire.wait(work)
-        _add_home(totals, indices, room)
-
-
-def _add_home(totals: list[Tensor], indices: Tensor, gradients: list[Tensor]) -> None:
-    for total, gradient in zip(totals, gradients, strict=True):
-        total.index_add_(2, indices.to(total.device), gradient)
+        for total, gradient in zip(totals, room, strict=True):
+            total[:, :, part] += gradient

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_longmoe import _compat
-from lightning_longmoe.context.tiles import Block, Rule, block_backward, block_forward, merge_, wide
+from lightning_longmoe.context.tiles import Block, Rule, Upstream, block_backward, block_forward, merge_, wide
 
 
 def runs_of(block: Block) -> list[slice]:
@@ -34,12 +34,21 @@ def _triangle(queries: Block, keys: Block, rule: Rule) -> bool | None:
 
 
 def forward_runs(
-    query: Tensor, key: Tensor, value: Tensor, queries: Block, keys: Block, rule: Rule, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    queries: Block,
+    keys: Block,
+    rule: Rule,
+    scale: float,
+    so_far: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `tiles.block_forward`."""
-    dtype = wide(query.dtype)
-    out = query.new_zeros((*query.shape[:3], value.size(-1)), dtype=dtype)
-    lse = query.new_full(query.shape[:3], -torch.inf, dtype=dtype)
+    """As `tiles.block_forward`, merged in place into the result of other keys where there is one."""
+    if so_far is None:
+        dtype = wide(query.dtype)
+        out = query.new_zeros((*query.shape[:3], value.size(-1)), dtype=dtype)
+        so_far = out, query.new_full(query.shape[:3], -torch.inf, dtype=dtype)
+    out, lse = so_far
     for rows, columns, triangle in _pairs(queries, keys, rule):
         q, k, v = query[:, :, rows], key[:, :, columns], value[:, :, columns]
         if triangle is not None and _compat.flash_attention_fits(q):
@@ -62,10 +71,7 @@ def _pairs(queries: Block, keys: Block, rule: Rule) -> list[tuple[slice, slice, 
 
 
 def backward_runs(
-    grad: Tensor,
-    out: Tensor,
-    delta: Tensor,
-    lse: Tensor,
+    upstream: Upstream,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -75,19 +81,16 @@ def backward_runs(
     scale: float,
     grad_query: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """As `tiles.block_backward`; ``out`` [B, Hq, Q, Dv] is the final output, in the dtype of the query."""
+    """As `tiles.block_backward`."""
     dtype = wide(query.dtype)
     grad_key, grad_value = torch.zeros_like(key, dtype=dtype), torch.zeros_like(value, dtype=dtype)
     for rows, columns, triangle in _pairs(queries, keys, rule):
-        q, k, v, g = query[:, :, rows], key[:, :, columns], value[:, :, columns], grad[:, :, rows]
+        q, k, v, of_query = query[:, :, rows], key[:, :, columns], value[:, :, columns], grad_query[:, :, rows]
         if triangle is not None and _compat.flash_attention_fits(q):
-            slope, of_key, of_value = _flash_backward(g, out[:, :, rows], lse[:, :, rows], q, k, v, triangle, scale)
-            grad_query[:, :, rows] += slope
+            of_key, of_value = _flash_backward(upstream[rows], q, k, v, triangle, scale, of_query)
         else:
-            of_key, of_value = block_backward(
-                g, delta[:, :, rows], lse[:, :, rows], q, k, v, queries[rows], keys[columns], rule, scale,
-                grad_query[:, :, rows],
-            )  # fmt: skip
+            places = queries[rows], keys[columns]
+            of_key, of_value = block_backward(upstream[rows], q, k, v, *places, rule, scale, of_query)
         grad_key[:, :, columns] += of_key
         grad_value[:, :, columns] += of_value
     return grad_key, grad_value
@@ -110,19 +113,14 @@ def _flash_forward(query: Tensor, key: Tensor, value: Tensor, triangle: bool, sc
 
 
 def _flash_backward(
-    grad: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    triangle: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+    upstream: Upstream, query: Tensor, key: Tensor, value: Tensor, triangle: bool, scale: float, grad_query: Tensor
+) -> tuple[Tensor, Tensor]:
     q, k, v, size = _even(query, key, value)
-    g, o = (F.pad(tensor, (0, size - tensor.size(-1))) for tensor in (grad, out))
-    of_query, of_key, of_value = _compat.flash_attention_backward(g, q, k, v, o, lse.contiguous(), triangle, scale)
+    g, o = (F.pad(tensor, (0, size - tensor.size(-1))) for tensor in (upstream.grad, upstream.out))
+    lse = upstream.lse.contiguous()
+    of_query, of_key, of_value = _compat.flash_attention_backward(g, q, k, v, o, lse, triangle, scale)
+    grad_query += of_query[..., : query.size(-1)]
     batch, heads, tokens, _ = key.shape
     dtype = wide(query.dtype)
     of_key, of_value = (t.to(dtype).view(batch, heads, -1, tokens, size).sum(2) for t in (of_key, of_value))
-    return of_query[..., : query.size(-1)], of_key[..., : key.size(-1)], of_value[..., : value.size(-1)]
+    return of_key[..., : key.size(-1)], of_value[..., : value.size(-1)]

@@ -1,6 +1,6 @@
 """Attention of one block of queries to one block of keys, in tiles, with the log-sum-exp that lets blocks be merged.
 
-Keys come as one run of consecutive positions, queries in any order.
+Queries and keys come as runs of consecutive positions.
 
 Letters: B sequences - Hq query heads - Hk key/value heads (G = Hq / Hk queries share one) - Q queries - S keys of the
 block - D size of a query and key, Dv of a value. Scores exist only for a tile of queries and keys. All sums are in
@@ -57,8 +57,8 @@ class Block:
     """Where queries or keys are.
 
     Attributes:
-        positions: [n] int64 in the sequence.
-        documents: [B, n] int64, or None where every sequence is one document.
+        positions: [n] int64 in the sequence, on the host: what is seen is decided there, without waiting for a device.
+        documents: [B, n] int64 on the device, or None where every sequence is one document.
     """
 
     positions: Tensor
@@ -72,7 +72,8 @@ class Block:
 
     @property
     def range(self) -> tuple[int, int]:
-        return int(self.positions.min()), int(self.positions.max())
+        """The first and the last position of a run."""
+        return int(self.positions[0]), int(self.positions[-1])
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -80,14 +81,16 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _visible(queries: Block, keys: Block, rule: Rule) -> Tensor | None:
+def _visible(queries: Block, keys: Block, rule: Rule, device: torch.device) -> Tensor | None:
     """[1 or B, 1, 1, Q, S] bool of a tile; None where all of it is."""
-    q, k = queries.positions.unsqueeze(-1), keys.positions.unsqueeze(0)
     mask = None
     if not rule.sees_all(queries.range, keys.range):
-        mask = (k <= q) if rule.causal else torch.ones_like(k <= q)
+        # Both are runs, made anew on the device from where they begin: nothing is copied there.
+        q = torch.arange(len(queries), device=device).unsqueeze(-1) + (queries.range[0] - keys.range[0])
+        distance = q - torch.arange(len(keys), device=device)
+        mask = distance >= 0
         if rule.window is not None:
-            mask = mask & (q - k < rule.window)
+            mask = mask & (distance < rule.window)
         mask = mask.view(1, 1, 1, *mask.shape)
     if queries.documents is not None and keys.documents is not None:
         same = queries.documents.unsqueeze(-1) == keys.documents.unsqueeze(-2)
@@ -145,7 +148,7 @@ def block_forward(
     for rows, columns in _tiles(queries, keys, rule, query.size(0) * query.size(1)):
         q = grouped[..., rows, :].to(dtype)
         for part in columns:
-            scores = _scores(q, key[:, :, part].to(dtype), _visible(queries[rows], keys[part], rule), scale)
+            scores = _scores(q, key[:, :, part].to(dtype), _visible(queries[rows], keys[part], rule, q.device), scale)
             tile_lse = scores.logsumexp(-1)
             weights = scores.sub_(finite(tile_lse).unsqueeze(-1)).exp_()
             tile_out = torch.matmul(weights.flatten(2, 3), value[:, :, part].to(dtype)).view(*q.shape[:4], -1)
@@ -166,10 +169,28 @@ def merge_(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> No
     lse.copy_(total)
 
 
+@dataclass(frozen=True, eq=False)
+class Upstream:
+    """What a backward gets, and what it needs of its forward.
+
+    Attributes:
+        grad: [B, Hq, Q, Dv] of the final output.
+        out: [B, Hq, Q, Dv] the final output, in the dtype of the query.
+        delta: [B, Hq, Q] wide, sum(grad · out).
+        lse: [B, Hq, Q] wide, final, the sink included.
+    """
+
+    grad: Tensor
+    out: Tensor
+    delta: Tensor
+    lse: Tensor
+
+    def __getitem__(self, rows: slice) -> Upstream:
+        return Upstream(*(tensor[:, :, rows] for tensor in (self.grad, self.out, self.delta, self.lse)))
+
+
 def block_backward(
-    grad: Tensor,
-    delta: Tensor,
-    lse: Tensor,
+    upstream: Upstream,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -182,9 +203,7 @@ def block_backward(
     """Gradients of one block.
 
     Args:
-        grad: [B, Hq, Q, Dv] of the final output.
-        delta: [B, Hq, Q] wide, sum(grad · output).
-        lse: [B, Hq, Q] wide, final, the sink included.
+        upstream: of these queries.
         query, key, value, queries, keys, rule, scale: as in the forward.
         grad_query: [B, Hq, Q, D] wide; added to.
 
@@ -193,8 +212,8 @@ def block_backward(
     """
     dtype = wide(query.dtype)
     kv_heads = key.size(1)
-    grouped, grads = _grouped(query, kv_heads), _grouped(grad, kv_heads)
-    deltas, lses = (t.view(*grouped.shape[:4]) for t in (delta, lse))
+    grouped, grads = _grouped(query, kv_heads), _grouped(upstream.grad, kv_heads)
+    deltas, lses = (t.reshape(*grouped.shape[:4]) for t in (upstream.delta, upstream.lse))
     grad_q = _grouped(grad_query, kv_heads)
     grad_key, grad_value = torch.zeros_like(key, dtype=dtype), torch.zeros_like(value, dtype=dtype)
     for rows, columns in _tiles(queries, keys, rule, query.size(0) * query.size(1)):
@@ -202,7 +221,8 @@ def block_backward(
         base = finite(lses[..., rows]).unsqueeze(-1)
         for part in columns:
             k, v = key[:, :, part].to(dtype), value[:, :, part].to(dtype)
-            weights = _scores(q, k, _visible(queries[rows], keys[part], rule), scale).sub_(base).exp_()
+            visible = _visible(queries[rows], keys[part], rule, q.device)
+            weights = _scores(q, k, visible, scale).sub_(base).exp_()
             grad_value[:, :, part] += torch.matmul(weights.flatten(2, 3).transpose(-1, -2), g.flatten(2, 3))
             slope = torch.matmul(g.flatten(2, 3), v.transpose(-1, -2)).view_as(weights)
             slope.sub_(deltas[..., rows].unsqueeze(-1)).mul_(weights).mul_(scale)

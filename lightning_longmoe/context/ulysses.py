@@ -22,15 +22,16 @@ from lightning_longmoe.context.order import Arrangement
 from lightning_longmoe.context.wire import Wire
 
 
-def query_heads(heads: int, lanes: int, lane: int) -> list[int]:
+def query_heads(heads: int, lanes: int, lane: int) -> slice:
     """The query heads of a lane."""
     share = heads // lanes
-    return list(range(lane * share, (lane + 1) * share))
+    return slice(lane * share, (lane + 1) * share)
 
 
-def kv_heads(heads: int, kv: int, lanes: int, lane: int) -> list[int]:
-    """The key/value heads that the query heads of a lane use, each once."""
-    return sorted({head // (heads // kv) for head in query_heads(heads, lanes, lane)})
+def kv_heads(heads: int, kv: int, lanes: int, lane: int) -> slice:
+    """The key/value heads that the query heads of a lane use."""
+    mine, group = query_heads(heads, lanes, lane), heads // kv
+    return slice(mine.start // group, (mine.stop - 1) // group + 1)
 
 
 def check_heads(heads: int, kv: int, lanes: int) -> None:
@@ -43,10 +44,8 @@ def check_heads(heads: int, kv: int, lanes: int) -> None:
             f"Ulysses over {lanes} ranks cannot deal out {heads} query heads: use a Ulysses size among {sizes}, or"
             " kind='ring'."
         )
-    shares = {len(kv_heads(heads, kv, lanes, lane)) for lane in range(lanes)}
-    group = heads // kv
-    share = heads // lanes
-    if len(shares) > 1 or (share % group and group % share):
+    group, share = heads // kv, heads // lanes
+    if share % group and group % share:
         raise ValueError(
             f"Ulysses over {lanes} ranks would cut through groups of {group} query heads that share a key/value head"
             f" ({heads} query, {kv} key/value heads). Use a size that divides {kv}, or a multiple of it that divides"
@@ -54,7 +53,7 @@ def check_heads(heads: int, kv: int, lanes: int) -> None:
         )
 
 
-def to_heads(tensor: Tensor, wire: Wire, arrangement: Arrangement, heads: list[list[int]]) -> Tensor:
+def to_heads(tensor: Tensor, wire: Wire, arrangement: Arrangement, heads: list[slice]) -> Tensor:
     """[B, H, N, D] of this rank's tokens -> [B, heads of this lane, U·N, D] of the tokens of all lanes.
 
     Args:
@@ -65,7 +64,7 @@ def to_heads(tensor: Tensor, wire: Wire, arrangement: Arrangement, heads: list[l
     return _ToHeads.apply(tensor, wire, arrangement, heads)
 
 
-def to_tokens(tensor: Tensor, wire: Wire, arrangement: Arrangement, heads: list[list[int]], total: int) -> Tensor:
+def to_tokens(tensor: Tensor, wire: Wire, arrangement: Arrangement, heads: list[slice], total: int) -> Tensor:
     """The way back: [B, heads of this lane, U·N, D] -> [B, total, N, D]; a head that several lanes hold is summed."""
     return _ToTokens.apply(tensor, wire, arrangement, heads, total)
 
@@ -75,7 +74,7 @@ def gather_tokens(tensor: Tensor, wire: Wire, arrangement: Arrangement) -> Tenso
     if arrangement.lanes == 1:
         return tensor
     spread = tensor.view(tensor.size(0), 1, -1, 1)
-    return _exchange_heads(spread, wire, arrangement, [[0]] * arrangement.lanes).view(tensor.size(0), -1)
+    return _exchange_heads(spread, wire, arrangement, [slice(0, 1)] * arrangement.lanes).view(tensor.size(0), -1)
 
 
 def _lane_ranks(wire: Wire, arrangement: Arrangement) -> range:
@@ -83,10 +82,14 @@ def _lane_ranks(wire: Wire, arrangement: Arrangement) -> range:
     return range(first, first + arrangement.lanes)
 
 
-def _exchange_heads(tensor: Tensor, wire: Wire, arrangement: Arrangement, heads: list[list[int]]) -> Tensor:
+def _count(heads: slice) -> int:
+    return heads.stop - heads.start
+
+
+def _exchange_heads(tensor: Tensor, wire: Wire, arrangement: Arrangement, heads: list[slice]) -> Tensor:
     batch, _, tokens, size = tensor.shape
     ranks = _lane_ranks(wire, arrangement)
-    mine = len(heads[wire.rank - ranks.start])
+    mine = _count(heads[wire.rank - ranks.start])
     empty = tensor.new_empty(0)
     pieces = [tensor[:, heads[rank - ranks.start]] if rank in ranks else empty for rank in range(wire.size)]
     shapes = [(batch, mine, tokens, size) if rank in ranks else (0,) for rank in range(wire.size)]
@@ -95,7 +98,7 @@ def _exchange_heads(tensor: Tensor, wire: Wire, arrangement: Arrangement, heads:
 
 
 def _exchange_tokens(
-    tensor: Tensor, wire: Wire, arrangement: Arrangement, heads: list[list[int]], total: int
+    tensor: Tensor, wire: Wire, arrangement: Arrangement, heads: list[slice], total: int
 ) -> Tensor:
     batch, mine, tokens, size = tensor.shape
     share = tokens // arrangement.lanes
@@ -104,19 +107,18 @@ def _exchange_tokens(
     parts = tensor.split(share, dim=2)
     pieces = [parts[rank - ranks.start] if rank in ranks else empty for rank in range(wire.size)]
     shapes = [
-        (batch, len(heads[rank - ranks.start]), share, size) if rank in ranks else (0,) for rank in range(wire.size)
+        (batch, _count(heads[rank - ranks.start]), share, size) if rank in ranks else (0,) for rank in range(wire.size)
     ]
     received = wire.all_to_all(pieces, shapes)
     out = tensor.new_zeros((batch, total, share, size))
     for rank in ranks:  # in the order of the lanes, so that sums are the same in each run
-        index = torch.tensor(heads[rank - ranks.start], device=tensor.device)
-        out.index_add_(1, index, received[rank])
+        out[:, heads[rank - ranks.start]] += received[rank]
     return out
 
 
 class _ToHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, wire: Wire, arrangement: Arrangement, heads: list[list[int]]) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, tensor: Tensor, wire: Wire, arrangement: Arrangement, heads: list[slice]) -> Tensor:  # type: ignore[override]
         ctx.way = wire, arrangement, heads, tensor.size(1)
         return _exchange_heads(tensor, wire, arrangement, heads)
 
@@ -129,7 +131,7 @@ class _ToHeads(torch.autograd.Function):
 class _ToTokens(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, tensor: Tensor, wire: Wire, arrangement: Arrangement, heads: list[list[int]], total: int
+        ctx: Any, tensor: Tensor, wire: Wire, arrangement: Arrangement, heads: list[slice], total: int
     ) -> Tensor:
         ctx.way = wire, arrangement, heads
         return _exchange_tokens(tensor, wire, arrangement, heads, total)
